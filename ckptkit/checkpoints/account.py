@@ -87,7 +87,9 @@ class SalvagedWeights:
         """Return the size of a part of the weights as text: `3 of 21 weights (1.2 MB, 14% of the bytes)`."""
         every = [*self.own.values(), *self.filled.values(), *self.lost.values()]
         size = sum(nbytes_by_name.values())
-        of_bytes = f"{format_bytes(size)}, {percent_rounded_down(size, sum(every))} of the bytes"
+        tenths = size * 1000 // sum(every) if sum(every) else 1000  # rounded down, so that 100% means all bytes
+        percent = f"{tenths // 10}%" if tenths % 10 == 0 else f"{tenths / 10}%"
+        of_bytes = f"{format_bytes(size)}, {percent} of the bytes"
         return f"{len(nbytes_by_name):,} of {count(len(every), 'weight')} ({of_bytes})"
 
     def to_json(self) -> dict[str, int]:
@@ -146,12 +148,6 @@ class Account:
         earlier = read_account(before.parent) if before else None
         value |= {"before": earlier} if earlier else {}
         return (json.dumps(value, indent=1) + "\n").encode()
-
-
-def percent_rounded_down(nbytes: int, total: int) -> str:
-    """Return a share of the bytes in percent, rounded down, so that 100% means all bytes."""
-    tenths = nbytes * 1000 // total if total else 1000
-    return f"{tenths // 10}%" if tenths % 10 == 0 else f"{tenths / 10}%"
 
 
 def read_account(root: Path) -> Mapping[str, Any] | None:

@@ -6,7 +6,6 @@ Looks at names and detects formats. Describes every other file by its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -152,11 +151,26 @@ def components_in_subdirectory(subdirectory: Path) -> tuple[list[Component], lis
 
 
 def with_components_beside(component: Component) -> tuple[list[Component], list[Path]]:
-    """Return a component with those beside it, placed in the same directory, and those in no known format."""
-    beside = components_beside(component.path)
+    """Return a component with the training-state files beside it, and the files beside it in no known format.
+
+    They are in the component's directory, or, for a model file, have the same step in their names.
+    """
+    path, known, strange = component.path, [component], list[Path]()
+    step = None if path.is_dir() else find_step_of_path(Path(name_without_suffixes(path.name)))
+    if not path.is_dir() and step is None:
+        return known, strange
+    folder = path if path.is_dir() else path.parent
     above = f"{component.place}/" if component.place else ""
-    known = [replace(each, place=f"{above}{each.place}") for each in beside.values() if each]
-    return [component, *known], [file for file, each in beside.items() if not each]
+    names = sorted(names_in(folder))
+    for name in names:
+        beside, key = folder / name, trainers.find_key_for_file(name, step, names)
+        is_file = key is not None and beside.is_file()
+        is_folder = key is None and step is None and trainers.is_beside_model(name) and beside.is_dir()
+        if (is_file or is_folder) and (reader := detect_format(beside)):
+            known.append(Component(f"{above}{name}", beside, reader, key))
+        elif is_file or is_folder:
+            strange.append(beside)
+    return known, strange
 
 
 def state_files_as_components(directory: Path, reader: FormatReader) -> list[Component]:
@@ -190,27 +204,6 @@ def is_stray_file(path: Path, reader: FormatReader) -> bool:
     names = [folder.name for folder in list_directories(path)]
     has_components = MODEL in names or any(map(trainers.is_other_component_name, names))
     return has_components and any(component.is_model for component in components_inside(path)[0])
-
-
-def components_beside(path: Path) -> dict[Path, Component | None]:
-    """Return the training-state files beside a model, by path; None for a file in no known format.
-
-    They are in the model's directory, or, for a model file, have the same step in their names.
-    """
-    step = None if path.is_dir() else find_step_of_path(Path(name_without_suffixes(path.name)))
-    if not path.is_dir() and step is None:
-        return {}
-    folder = path if path.is_dir() else path.parent
-    components: dict[Path, Component | None] = {}
-    names = sorted(names_in(folder))
-    for name in names:
-        path_beside, key = folder / name, trainers.find_key_for_file(name, step, names)
-        is_file = key is not None and path_beside.is_file()
-        is_folder = key is None and step is None and trainers.is_beside_model(name) and path_beside.is_dir()
-        if is_file or is_folder:
-            reader = detect_format(path_beside)
-            components[path_beside] = Component(name, path_beside, reader, key) if reader else None
-    return components
 
 
 def inner_directories(path: Path) -> list[Path]:

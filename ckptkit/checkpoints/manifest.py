@@ -44,20 +44,19 @@ def read_store_checksums(root: Path, names: Iterable[str]) -> StoreSums:
     if not any(map(is_remote, local_paths_of(root))):
         return StoreSums({}, {})
     wanted = list(names)
-    sum_by_name = dict(zip(wanted, map_in_parallel(lambda name: find_stored_sum(root / name), wanted), strict=True))
-    by_name = {name: store_sum for name, store_sum in sum_by_name.items() if store_sum is not None}
-    sums = {name: whole for name, store_sum in by_name.items() if (whole := combined_file_sum(store_sum)) is not None}
-    return StoreSums(sums, {name: store_sum for name, store_sum in by_name.items() if name not in sums})
-
-
-def combined_file_sum(stored_sum: StoredSum) -> FileSum | None:
-    """Return the size and CRC-32 of a file, combined from its parts; None if the store has no CRC-32 of the parts."""
-    if not stored_sum.parts or sum(nbytes for _, nbytes in stored_sum.parts) != stored_sum.nbytes:
-        return None
-    crc = 0
-    for part, nbytes in stored_sum.parts:
-        crc = combine_crc32(crc, part, nbytes)
-    return FileSum(stored_sum.nbytes, crc)
+    sums: dict[str, FileSum] = {}
+    others: dict[str, StoredSum] = {}
+    for name, stored in zip(wanted, map_in_parallel(lambda name: find_stored_sum(root / name), wanted), strict=True):
+        if stored is None:
+            continue
+        if not stored.parts or sum(nbytes for _, nbytes in stored.parts) != stored.nbytes:
+            others[name] = stored  # it has no CRC-32 of the parts
+            continue
+        crc = 0
+        for part, nbytes in stored.parts:
+            crc = combine_crc32(crc, part, nbytes)
+        sums[name] = FileSum(stored.nbytes, crc)
+    return StoreSums(sums, others)
 
 
 NAME = "ckptkit.json"

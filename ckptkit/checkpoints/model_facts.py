@@ -136,11 +136,20 @@ class ModelFacts:
         """Return the differences that let two models compute different results from equal tensors."""
         if self.adapter is not None and other.adapter is not None:
             different = tuple(find_adapter_differences(self.adapter, other.adapter))
-            ours, theirs = base_names_of(self.adapter, other.adapter)
-            note = f"the adapters name different bases: `{ours}`, in {other.path} `{theirs}`"
-            return ComparedFacts(different, (note,) if ours != theirs else (), ADAPTER_CONFIG)
+            base, other_base = base_names_of(self.adapter, other.adapter)
+            note = f"the adapters name different bases: `{base}`, in {other.path} `{other_base}`"
+            return ComparedFacts(different, (note,) if base != other_base else (), ADAPTER_CONFIG)
         modules = differing_keys(*flatten_both_configs(self.modules_after_transformer, other.modules_after_transformer))
-        differences = [*self.find_differences(other), *modules, *self.find_code_differences(other)]
+        ours, theirs = (
+            {name: f"CRC-32 {crc32(data):08x}" for name, data in facts.companions.files.items() if is_python_file(name)}
+            for facts in (self, other)
+        )
+        differences = [*self.find_differences(other), *modules]
+        if ours and theirs:
+            names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
+            differences += [
+                ConfigDifference(name, ours.get(name), theirs.get(name), is_certain=False) for name in names
+            ]
         differences.sort(key=lambda one: not one.is_certain)
         notes = (*self.note_on_missing_configs(other), *self.note_on_inputs(other))
         files = " and ".join(dict.fromkeys(filter(None, (self.described_in, other.described_in))))
@@ -161,16 +170,6 @@ class ModelFacts:
         if differences or not (self.reported and other.reported):
             return differences
         return differing_keys(*flatten_both_configs(self.reported, other.reported))
-
-    def find_code_differences(self, other: ModelFacts) -> Iterator[ConfigDifference]:
-        """Yield the Python files that differ, if both models have code of their own."""
-        ours, theirs = (
-            {name: f"CRC-32 {crc32(data):08x}" for name, data in facts.companions.files.items() if is_python_file(name)}
-            for facts in (self, other)
-        )
-        if ours and theirs:
-            for name in sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)):
-                yield ConfigDifference(name, ours.get(name), theirs.get(name), is_certain=False)
 
     def note_on_inputs(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if files that prepare the inputs differ, such as a tokenizer."""

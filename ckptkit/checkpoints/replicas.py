@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,7 +40,13 @@ def check_replicas(layout: Layout, report: Report, *, with_bytes: bool = True) -
 
 def find_differing_copies(layout: Layout, report: Report, *, with_bytes: bool = True) -> list[Pair]:
     """Return the spare chunks that differ from the chosen chunks. Reports chunks whose archive is damaged."""
-    pairs = {str(i): pair for i, pair in enumerate(pairs_of_copies(layout))}
+    pairs: dict[str, Pair] = {}
+    for name, copies in layout.spares.items():
+        chosen = {chunk.box: chunk for chunk in layout.tensors[name].chunks} if name in layout.tensors else {}
+        for copy in copies:
+            own = chosen.get(copy.box)
+            if own is not None and own.is_in_file and copy.is_in_file and copy.box.numel:
+                pairs[str(len(pairs))] = Pair(name, own, copy)
     ours = locate_all_chunks(chunks_as_tensors(layout, {label: pair.chosen for label, pair in pairs.items()}), report)
     theirs = locate_all_chunks(chunks_as_tensors(layout, {label: pair.copy for label, pair in pairs.items()}), report)
     unknown = []
@@ -61,16 +66,6 @@ def find_differing_copies(layout: Layout, report: Report, *, with_bytes: bool = 
         )
         different += [label for label in unknown if our_sums[label] != their_sums[label]]
     return [pairs[label] for label in sorted(different, key=int)]
-
-
-def pairs_of_copies(layout: Layout) -> Iterator[Pair]:
-    """Yield each spare chunk that a file contains, with the chosen chunk of the same box."""
-    for name, copies in layout.spares.items():
-        chosen = {chunk.box: chunk for chunk in layout.tensors[name].chunks} if name in layout.tensors else {}
-        for copy in copies:
-            own = chosen.get(copy.box)
-            if own is not None and own.is_in_file and copy.is_in_file and copy.box.numel:
-                yield Pair(name, own, copy)
 
 
 def chunks_as_tensors(layout: Layout, chunks: dict[str, Chunk]) -> Layout:

@@ -7,10 +7,11 @@ inconsistencies.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from ckptkit.checkpoints.checkpoint import UNREADABLE, Checkpoint
 from ckptkit.checkpoints.examination.facts import Facts
-from ckptkit.checkpoints.examination.inconsistency import Inconsistency, merge_same_in_layers
+from ckptkit.checkpoints.examination.inconsistency import Inconsistency
 from ckptkit.checkpoints.examination.optimizers import (
     find_empty_groups,
     find_missing_state_kinds,
@@ -31,6 +32,7 @@ from ckptkit.checkpoints.examination.weights import (
 )
 from ckptkit.formats import is_main_file
 from ckptkit.layout import Layout
+from ckptkit.layout.renames import fold_numbers
 
 Rule = Callable[[Facts], Iterator[Inconsistency]]
 
@@ -66,6 +68,15 @@ def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) 
 
 
 def examine_layout(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inconsistency, ...]:
-    """Return the inconsistencies of a layout; the same inconsistency in every layer counts once."""
+    """Return the inconsistencies of a layout; the same one in every layer counts once, as `layers.*.bias`."""
     facts = Facts.of(layout)
-    return merge_same_in_layers(found for rule in rules for found in rule(facts))
+    by_pattern: dict[object, list[Inconsistency]] = {}
+    for one in (found for rule in rules for found in rule(facts)):
+        by_pattern.setdefault((one.code, one.tensor and fold_numbers(one.tensor), one.message), []).append(one)
+    merged = []
+    for same in by_pattern.values():
+        first = same[0]
+        tensor = fold_numbers(first.tensor) if first.tensor and len(same) > 1 else first.tensor
+        names = tuple(name for one in same for name in one.names or (one.tensor,) if name)
+        merged.append(replace(first, tensor=tensor, names=names))
+    return tuple(merged)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Mismatch, and_more
-from ckptkit.layout.renames import fold_numbers
 
 
 class Certainty(IntEnum):
@@ -94,17 +93,3 @@ class Inconsistency:
         """Return the message with the tensor's name and the number of further entries."""
         more = and_more(len(self.names) - 1)
         return f"`{self.tensor}`{more}: {self.message}" if self.tensor else self.message
-
-
-def merge_same_in_layers(inconsistencies: Iterable[Inconsistency]) -> tuple[Inconsistency, ...]:
-    """Merge the inconsistencies that are the same in every layer: `layers.*.q_proj.weight.exp_avg`."""
-    by_pattern: dict[object, list[Inconsistency]] = {}
-    for one in inconsistencies:
-        by_pattern.setdefault((one.code, one.tensor and fold_numbers(one.tensor), one.message), []).append(one)
-    merged = []
-    for same in by_pattern.values():
-        first = same[0]
-        tensor = fold_numbers(first.tensor) if first.tensor and len(same) > 1 else first.tensor
-        names = tuple(name for one in same for name in one.names or (one.tensor,) if name)
-        merged.append(replace(first, tensor=tensor, names=names))
-    return tuple(merged)

@@ -9,7 +9,7 @@ for a model type that ckptkit knows or transformers builds. The sizes must add u
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from ckptkit.checkpoints.optimizers.keys import find_optimizers
 from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats import detect_format, locate_all_chunks
 from ckptkit.io.file import list_directories
-from ckptkit.layout import KeyPath, Layout, StoredTensor
+from ckptkit.layout import Layout, StoredTensor
 from ckptkit.layout.axes import FlatPiece, cut_tensor_from_flat
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import is_flat_name
@@ -45,8 +45,15 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     tensors = {name: tensor for name, tensor in layout.tensors.items() if name not in flat}
     keys = {name: key for name, key in layout.keys.items() if name not in flat}
     located = locate_all_chunks(layout)
+    prefixes = {name: "".join(str(key[-1]).rpartition(".")[:2]) for name, key in flat.items()}
+    longest_first = (*sorted(set(prefixes.values()), key=len, reverse=True), "")
     for name, key in flat.items():
-        own = parameters_of_flat(key, shapes, list(flat.values()))
+        # the parameters of its module, except in submodules that are wrapped themselves
+        own = {
+            parameter: shape
+            for parameter, shape in shapes.items()
+            if next(prefix for prefix in longest_first if parameter.startswith(prefix)) == prefixes[name]
+        }
         for parameter, piece in split_flat_parameter(located.tensors[name], own, said_by, name, layout):
             new = (*key[:-1], parameter)
             tensors[".".join(map(str, new))] = piece
@@ -96,20 +103,6 @@ def find_ordered_shapes(layout: Layout) -> dict[str, Shape] | None:
     if len(groups) != 1 or not set(groups[0]) <= moments.keys():
         return None
     return {name: moments[name] for name in groups[0]}
-
-
-def parameters_of_flat(key: KeyPath, shapes: Mapping[str, Shape], flat: Sequence[KeyPath]) -> dict[str, Shape]:
-    """Return the parameters of a flat one: those of its module, except in submodules that are wrapped themselves."""
-    prefixes = sorted((prefix_before_flat_name(other) for other in flat), key=len, reverse=True)
-    own = prefix_before_flat_name(key)
-    return {
-        name: shape for name, shape in shapes.items() if next(p for p in (*prefixes, "") if name.startswith(p)) == own
-    }
-
-
-def prefix_before_flat_name(key: KeyPath) -> str:
-    above, dot, _ = str(key[-1]).rpartition(".")
-    return above + dot
 
 
 def split_flat_parameter(

@@ -176,23 +176,16 @@ def state_forms_by_kind(
     if unknown:
         message = f"ckptkit does not know the initial value of the state `{unknown[0]}`, or it is not zero"
         raise Unsupported(message, tensor=states.name, hint=_HINT)
-    if _MOMENTUM in first:
-        require_no_dampening(layout, states)
-    entries = {kind: {parameter: states.of[parameter][kind] for parameter in peers} for kind in first}
-    return {kind: common_state_form(layout, kind, by_parameter, parameters) for kind, by_parameter in entries.items()}
-
-
-def require_no_dampening(layout: Layout, states: States) -> None:
-    """Raise `Unsupported` if SGD uses dampening: its momentum buffer then does not start as zeros.
-
-    The first gradient counts in full, later gradients do not. Source: `_single_tensor_sgd` in torch/optim/sgd.py.
-    """
-    for name, blob in layout.blobs.items():
+    # with dampening, the first gradient counts in full and later ones do not, so SGD's buffer does not start as zeros.
+    # Source: `_single_tensor_sgd` in torch/optim/sgd.py
+    for name, blob in layout.blobs.items() if _MOMENTUM in first else ():
         key = layout.key(name)
-        is_of_group = key[: len(states.above)] == states.above and str(key[-1]).rpartition(".")[2] == _DAMPENING
-        if is_of_group and load_value(layout.root, blob):
+        is_dampening = key[: len(states.above)] == states.above and str(key[-1]).rpartition(".")[2] == _DAMPENING
+        if is_dampening and load_value(layout.root, blob):
             message = "the momentum does not start at zero, because the group uses dampening"
             raise Unsupported(message, tensor=name, hint=_HINT)
+    entries = {kind: {parameter: states.of[parameter][kind] for parameter in peers} for kind in first}
+    return {kind: common_state_form(layout, kind, by_parameter, parameters) for kind, by_parameter in entries.items()}
 
 
 def common_state_form(

@@ -24,10 +24,18 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")  #
 def ordered_parameters(layout: Layout, config: Mapping[str, Any] | None) -> dict[str, Shape]:
     """Return the model's parameter shapes in order, tied ones once. Raises `Unsupported` if the order is unknown."""
     shapes = float_shapes(without_tied_tensors(model_tensors_by_key(layout)))
-    if layout.format in _ORDERED_FORMATS and is_order_of_modules(shapes):
-        order: Iterable[str] = shapes
-    else:
-        order = names_in_config_order(shapes, config)
+    order = shapes
+    if layout.format not in _ORDERED_FORMATS or not is_order_of_modules(shapes):
+        if config is None:
+            hint = "put the model's config.json beside the checkpoint"
+            raise Unsupported("no file gives the order of the model's parameters", hint=hint)
+        model = expected_model(config)
+        order = {name: shape for name, shape in model.shapes.items() if name in model.parameters or name in model.tied}
+        missing = [name for name in model.parameters if name not in shapes]
+        wrong = [name for name, shape in shapes.items() if order.get(name) != shape]
+        if missing or wrong:
+            message = "config.json describes other tensors, so it does not give the order of these"
+            raise Unsupported(message, tensor=min([*missing, *wrong]))
     return {name: shapes[name] for name in order if name in shapes and not is_buffer(name)}
 
 
@@ -82,18 +90,3 @@ def is_order_of_modules(names: Iterable[str]) -> bool:
 def is_lower_module_number(left: str, entered: str) -> bool:
     left_label, entered_label = left.rpartition(".")[2], entered.rpartition(".")[2]
     return left_label.isdecimal() and entered_label.isdecimal() and int(left_label) > int(entered_label)
-
-
-def names_in_config_order(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Iterable[str]:
-    """Return a config's names in order. Raises `Unsupported` without a config, or if it describes other shapes."""
-    if config is None:
-        hint = "put the model's config.json beside the checkpoint"
-        raise Unsupported("no file gives the order of the model's parameters", hint=hint)
-    model = expected_model(config)
-    order = {name: shape for name, shape in model.shapes.items() if name in model.parameters or name in model.tied}
-    missing = [name for name in model.parameters if name not in shapes]
-    wrong = [name for name, shape in shapes.items() if order.get(name) != shape]
-    if missing or wrong:
-        name = min([*missing, *wrong], default=None)
-        raise Unsupported("config.json describes other tensors, so it does not give the order of these", tensor=name)
-    return order
