@@ -59,32 +59,32 @@ def inspect_adapters(component: Component) -> tuple[InspectedAdapter, ...]:
         adapted = find_adapters(find_weights(component.layout).layout)
     except (Corrupt, Mismatch, Unsupported):
         return ()
-    return tuple(summarize_adapter(adapter, adapted, component) for adapter in adapted.adapters) if adapted else ()
-
-
-def summarize_adapter(adapter: Adapter, adapted: Adapted, component: Component) -> InspectedAdapter:
-    config, values = None, dict[str, Any]()
-    with suppress(Corrupt):
-        config = find_adapter_config(component.path, adapter.name)
-    with suppress(Corrupt, NotACheckpoint, Unsupported):
-        if config is None and (names := find_trainer_names(component.layout.tensors)):
-            _, values = names.read_trainer_settings(component.layout)
-    alpha = (config.values if config else values).get("lora_alpha")
-    is_number = isinstance(alpha, int | float) and is_usable_alpha(alpha)
-    return InspectedAdapter(
-        adapter.name,
-        adapter.method,
-        tuple(sorted(adapter.matrix_count_by_rank)),
-        alpha if is_number else None,
-        adapter.target_suffixes,
-        len(adapter.modules),
-        adapter.replaced_parameters,
-        sum(spec.numel for spec in adapter.specs.values()),
-        sum(spec.nbytes for spec in adapter.specs.values()),
-        config.base if config else None,
-        bool(adapted.base),
-        config.path if config else None,
-    )
+    inspected: list[InspectedAdapter] = []
+    for adapter in adapted.adapters if adapted else ():
+        config, values = None, dict[str, Any]()
+        with suppress(Corrupt):
+            config = find_adapter_config(component.path, adapter.name)
+        with suppress(Corrupt, NotACheckpoint, Unsupported):
+            if config is None and (names := find_trainer_names(component.layout.tensors)):
+                _, values = names.read_trainer_settings(component.layout)
+        alpha = (config.values if config else values).get("lora_alpha")
+        is_number = isinstance(alpha, int | float) and is_usable_alpha(alpha)
+        summary = InspectedAdapter(
+            adapter.name,
+            adapter.method,
+            tuple(sorted(adapter.matrix_count_by_rank)),
+            alpha if is_number else None,
+            adapter.target_suffixes,
+            len(adapter.modules),
+            adapter.replaced_parameters,
+            sum(spec.numel for spec in adapter.specs.values()),
+            sum(spec.nbytes for spec in adapter.specs.values()),
+            config.base if config else None,
+            bool(adapted and adapted.base),
+            config.path if config else None,
+        )
+        inspected.append(summary)
+    return tuple(inspected)
 
 
 HINT_KEEP_TENSORS = "run `ckptkit convert --to pt` to keep all tensors and their names"

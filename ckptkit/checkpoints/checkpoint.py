@@ -71,7 +71,7 @@ from ckptkit.trainers import (
     is_like_checkpoint,
     name_without_suffixes,
 )
-from ckptkit.trainers.trackers import Tracker, trackers_in
+from ckptkit.trainers.trackers import trackers_in
 
 if TYPE_CHECKING:
     from ckptkit.models.names.family import Family
@@ -555,11 +555,14 @@ def find_latest(root: Path) -> LatestCheckpoint:
     remarks: list[str] = []
     trackers = trackers_in(root) if root.is_dir() else []
     for tracker in (one for one in trackers if one.is_latest):
-        tracked = find_tracked_checkpoint(tracker, root, named)
-        candidates += [(tracker.name, tracked)] if tracked else []
         if not tracker.target:
             remarks.append(f"`{tracker.name}` names no checkpoint")
-        elif not tracked:
+            continue
+        tracked = next((one for one in named if tracker.is_naming(one.path)), None)
+        tracked = tracked or Checkpoint.at(root / tracker.target)
+        if tracked.components and tracked.is_complete:
+            candidates.append((tracker.name, tracked))
+        else:
             what = "is not complete" if (root / tracker.target).exists() else "does not exist"
             remarks.append(f"`{tracker.name}` names {tracker.target}, which {what}")
     remarks += [f"`{one.name}` names {one.target}" for one in trackers if one.is_guess and not one.is_latest]
@@ -583,16 +586,6 @@ def is_rolled_back(last: Checkpoint, highest: Checkpoint) -> bool:
     """Return whether a run's last checkpoint is newer than its highest step: training restarted from an earlier one."""
     with translate_os_errors(last.path):
         return last.path.stat().st_mtime > highest.path.stat().st_mtime and step_or_none(last) != step_or_none(highest)
-
-
-def find_tracked_checkpoint(tracker: Tracker, root: Path, named: Iterable[Checkpoint]) -> Checkpoint | None:
-    """Return the complete checkpoint that a latest-checkpoint file names; None if it is incomplete or missing."""
-    if not tracker.target:
-        return None
-    checkpoint = next((candidate for candidate in named if tracker.is_naming(candidate.path)), None) or Checkpoint.at(
-        root / tracker.target
-    )
-    return checkpoint if checkpoint.components and checkpoint.is_complete else None
 
 
 def step_or_none(checkpoint: Checkpoint) -> int | None:

@@ -146,10 +146,11 @@ class ModelFacts:
         )
         differences = [*self.find_differences(other), *modules]
         if ours and theirs:
-            names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-            differences += [
-                ConfigDifference(name, ours.get(name), theirs.get(name), is_certain=False) for name in names
-            ]
+            differences.extend(
+                ConfigDifference(name, ours.get(name), theirs.get(name), is_certain=False)
+                for name in sorted({*ours, *theirs})
+                if ours.get(name) != theirs.get(name)
+            )
         differences.sort(key=lambda one: not one.is_certain)
         notes = (*self.note_on_missing_configs(other), *self.note_on_inputs(other))
         files = " and ".join(dict.fromkeys(filter(None, (self.described_in, other.described_in))))

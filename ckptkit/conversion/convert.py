@@ -117,10 +117,7 @@ def find_checkpoint_before_latest(run: Path) -> Checkpoint | None:
 
 
 def plan_and_convert(
-    sources: Sequence[Source],
-    dst: str | Path,
-    options: ConvertOptions,
-    work: Callable[[Conversion], Written],
+    sources: Sequence[Source], dst: str | Path, options: ConvertOptions, work: Callable[[Conversion], Written]
 ) -> Converted:
     """Plan a conversion, do the `work` unless it is a dry run, and return the result."""
     began = time.perf_counter()

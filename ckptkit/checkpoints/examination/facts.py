@@ -93,14 +93,11 @@ class Facts:
     @cached_property
     def state_kinds_by_parameter(self) -> Mapping[KeyPath, Mapping[str, frozenset[str]]]:
         """Return the kinds of state that each parameter has in each optimizer, including non-tensor states."""
-
-        def kinds_of(entries: Iterable[str]) -> frozenset[str]:
-            return frozenset(kind.partition(".")[0] for kind in entries)
-
-        return {
-            above: {parameter: kinds_of(entries) for parameter, entries in states.items()}
-            for above, states in self.states_among(self.layout.names).items()
-        }
+        kinds: dict[KeyPath, dict[str, frozenset[str]]] = defaultdict(dict)
+        for above, states in self.states_among(self.layout.names).items():
+            for parameter, entries in states.items():
+                kinds[above][parameter] = frozenset(kind.partition(".")[0] for kind in entries)
+        return kinds
 
     @cached_property
     def lost_entries(self) -> frozenset[str]:

@@ -27,11 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.checkpoints.optimizers.keys import (
-    Optimizer,
-    parameter_shapes_of,
-    recorded_names_by_index,
-)
+from ckptkit.checkpoints.optimizers.keys import Optimizer, parameter_shapes_of, recorded_names_by_index
 from ckptkit.checkpoints.optimizers.parameter_order import (
     float_shapes,
     is_buffer,
