@@ -41,8 +41,6 @@ _SUPPORTED_KEYS = frozenset(
     }
 )
 _ALL = "all-linear"
-# the newest PEFT that was seen to add it twice; https://github.com/huggingface/peft/pull/3774 proposes to change it
-_ADDS_TWICE = (0, 21)
 
 
 @dataclass(frozen=True)
@@ -92,16 +90,6 @@ class AdapterConfig:
         """Return the parameters of a module that `target_parameters` may name; PEFT adapts these instead."""
         targets = [target.rpartition(".") for target in self.name_list_setting("target_parameters")]
         return tuple(f"{module}.{leaf}" for above, _, leaf in targets if not above or ends_with_name(module, above))
-
-    @property
-    def may_add_out_proj_once(self) -> bool:
-        """Return whether a PEFT saved the adapter that ckptkit does not know, which may add the `out_proj` once.
-
-        PEFT adds the product for the `out_proj` of an `nn.MultiheadAttention` twice, in training and in a merge. An
-        adapter without a version is from a known PEFT: PEFT 0.18 and newer record it.
-        """
-        match = re.match(r"([0-9]{1,8})\.([0-9]{1,8})", str(self.values.get("peft_version")))
-        return match is not None and (int(match[1]), int(match[2])) > _ADDS_TWICE
 
     def is_target(self, module: str) -> bool:
         """Return whether this config makes PEFT adapt the module.

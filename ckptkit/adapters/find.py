@@ -124,7 +124,6 @@ class Adapter:
 
     @property
     def target_suffixes(self) -> tuple[str, ...]:
-        """Return the last components of the module names, without duplicates."""
         return tuple(dict.fromkeys(module.rpartition(".")[2] for module in self.modules))
 
     @property

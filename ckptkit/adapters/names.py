@@ -88,7 +88,6 @@ class Entry(NamedTuple):
 
     @property
     def of_experts(self) -> ExpertPlace | None:
-        """Return the location of a matrix of experts; None for any other tensor."""
         return find_expert_place(self.module) if self.kind in ("A", "B") else None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +34,9 @@ from ckptkit.state.options import BLOCKS
 
 Kind = Callable[[Operand, Operand, Shape, Shape, float], Product]
 
+# the newest PEFT that was seen to add the product for the `out_proj` of an `nn.MultiheadAttention` twice, in training
+# and in a merge; https://github.com/huggingface/peft/pull/3774 proposes to change it
+_ADDS_TWICE = (0, 21)
 MERGE_WITH_PEFT = "merge it with `merge_and_unload` of the PEFT that trained it"
 _MOST_IN_MEMORY = 1 << 28  # bytes of a tensor that stays in memory in full, because every block needs all of it
 
@@ -176,8 +180,10 @@ class Merging:
         """Return how often PEFT adds a product to a weight. Raises `Unsupported` for an unknown version of PEFT."""
         if self.find_attention_around(source, update) is None:
             return 1
-        if source.config.may_add_out_proj_once:
-            version = source.config.values["peft_version"]
+        # an adapter without a version is from a known PEFT: PEFT 0.18 and newer record it
+        version = source.config.values.get("peft_version")
+        match = re.match(r"([0-9]{1,8})\.([0-9]{1,8})", str(version))
+        if match and (int(match[1]), int(match[2])) > _ADDS_TWICE:
             message = (
                 f"saved by PEFT {version}: ckptkit does not know whether this version adds the `out_proj` product once "
                 "or twice"

@@ -489,7 +489,6 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
 
 
 def runs_in(root: Path) -> list[Path]:
-    """Return the subdirectories that are runs."""
     return [folder for folder in inner_directories(root) if checkpoints_named_in_run(folder)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.evidence import gather_evidence
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.manifest import ByteRange, Manifest, explain_deleted_metadata, read_manifest
+from ckptkit.checkpoints.manifest import Manifest, explain_deleted_metadata, read_manifest
 from ckptkit.checkpoints.optimizers.flat_parameters import unflatten_parameters
 from ckptkit.errors import (
     CkptError,
@@ -92,7 +92,8 @@ class Component:
     def layout(self) -> Layout:
         """Return the byte ranges of its chunks, with the checksums that its manifest has for them.
 
-        Raises `Corrupt` for a damaged manifest, and any error of reading the files.
+        Raises `Corrupt` for a damaged manifest, or a header that differs from its CRC-32, and any error of reading the
+        files.
         """
         if unfinished := find_unfinished_error(self.path, is_component=bool(self.place)):
             raise unfinished
@@ -111,7 +112,13 @@ class Component:
                 check_metadata_checksums(layout, self.manifest)
                 layout = self.nest_and_unflatten(layout)
             layout = self.with_manifest_checksums(layout, self.manifest)
-            check_headers(layout)
+            # the chunks of the first tensors stand for all
+            first = (chunk for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)
+            if layout.file_sums and not is_remote(layout.root) and any(chunk.crc32 is not None for chunk in first):
+                # deferred: for formats without checksums of their own
+                from ckptkit.engine.whole_files import verify_nearly_covered_files
+
+                verify_nearly_covered_files(layout)
         return edits.with_low_precision_copies(layout) if self.takes_twins else layout
 
     @cached_property
@@ -131,7 +138,12 @@ class Component:
             return layout
         tensors = layout.tensors
         if runs := {name: file.runs for name, file in manifest.files.items() if file.runs}:
-            tensors = {name: with_range_checksums(tensor, runs) for name, tensor in tensors.items()}
+
+            def with_sum(chunk: Chunk) -> Chunk:
+                crc = runs[chunk.path].get(chunk.checksummed_range) if chunk.path in runs else None
+                return chunk if crc is None or chunk.crc32 is not None or chunk.where else chunk._replace(crc32=crc)
+
+            tensors = {name: replace(one, chunks=tuple(map(with_sum, one.chunks))) for name, one in tensors.items()}
         if manifest.has_tensors_of(self.path, self.reader.owns_file):
             sums = manifest.tensors
             tensors = {name: with_tensor_checksum(tensor, sums.get(name)) for name, tensor in tensors.items()}
@@ -191,17 +203,6 @@ def find_unfinished_error(path: Path, *, is_component: bool = False) -> Incomple
     return None
 
 
-def check_headers(layout: Layout) -> None:
-    """Raise `Corrupt` for a local file whose header does not match the CRC-32 in its manifest."""
-    first = (chunk for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)  # they stand for all
-    if layout.file_sums and not is_remote(layout.root) and any(chunk.crc32 is not None for chunk in first):
-        from ckptkit.engine.whole_files import (
-            verify_nearly_covered_files,  # deferred: for formats without checksums of their own
-        )
-
-        verify_nearly_covered_files(layout)
-
-
 def check_metadata_checksums(layout: Layout, manifest: Manifest | None, report: Report = raise_problem) -> None:
     """Report `Corrupt` for metadata or an index whose CRC-32 differs from the manifest's."""
     recorded = {} if manifest is None else manifest.files
@@ -212,16 +213,6 @@ def check_metadata_checksums(layout: Layout, manifest: Manifest | None, report: 
         content = read_small(path, _MAX_VERIFIED)
         if crc32(content) != known.crc32:
             report(Corrupt(damage_message(len(content), 0, crc32(content), known.crc32), path=path, hint=RESTORE))
-
-
-def with_range_checksums(tensor: StoredTensor, runs: Mapping[str, Mapping[ByteRange, int]]) -> StoredTensor:
-    """Return the tensor with the checksums of byte ranges, by file, for chunks without a checksum."""
-
-    def with_sum(chunk: Chunk) -> Chunk:
-        crc = runs[chunk.path].get(chunk.checksummed_range) if chunk.path in runs else None
-        return chunk if crc is None or chunk.crc32 is not None or chunk.where else chunk._replace(crc32=crc)
-
-    return replace(tensor, chunks=tuple(map(with_sum, tensor.chunks)))
 
 
 def with_tensor_checksum(tensor: StoredTensor, crc: int | None) -> StoredTensor:

@@ -29,7 +29,7 @@ from ckptkit.errors import (
     translate_os_errors,
 )
 from ckptkit.formats import is_main_file
-from ckptkit.io.file import destination_exists_error, list_children, names_in
+from ckptkit.io.file import list_children, names_in
 from ckptkit.io.path import drop_cached_listing
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import FILES, TEMPLATES
@@ -158,14 +158,6 @@ def checkpoint_and_manifest_files(dst: Path) -> tuple[str, ...]:
     manifests = {folder / MANIFEST for folder in (dst, *folders) if MANIFEST in names_in(folder)}
     recorded = {path for manifest in manifests for path in files_in_manifest(manifest.parent)}
     return tuple(sorted(str(path.relative_to(dst)) for path in files | manifests | recorded))
-
-
-def require_no_checkpoint(dst: Path) -> None:
-    """Raise `Occupied` if a checkpoint is at `dst`. Other files may be there."""
-    drop_cached_listing(dst)
-    with suppress(NotACheckpoint):  # the repository does not exist yet
-        if checkpoint_and_manifest_files(dst):
-            raise destination_exists_error(dst)
 
 
 def unknown_entries(root: Path, output_files: set[Path], *, output_is_training: bool) -> Iterator[Path]:

@@ -24,14 +24,6 @@ class RunFolder:
     def checkpoints(self) -> list[Checkpoint]:
         return [checkpoint for checkpoint in checkpoints_named_in_run(self.root) if checkpoint.is_complete]
 
-    def up_to_latest(self) -> list[Checkpoint]:
-        """Return the complete checkpoints up to the latest one, oldest first."""
-        latest = self.latest()
-        last = latest.step_in_name if latest else None
-        return [
-            checkpoint for checkpoint in self.checkpoints() if last is None or (checkpoint.step_in_name or 0) <= last
-        ]
-
     def latest(self) -> Checkpoint | None:
         """Return the latest complete checkpoint, or None; see `find_latest`."""
         return find_latest_checkpoint(self.root)

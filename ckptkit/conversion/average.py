@@ -8,7 +8,7 @@ from math import fsum, isclose, isfinite
 from pathlib import Path
 from typing import Unpack
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, find_latest_checkpoint, path_of_source
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.conversion.convert import run_conversion
 from ckptkit.errors import Usage
@@ -72,8 +72,10 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     if len(given) != 1:
         raise Usage(f"--last: expected 1 run, found {count(len(given), 'path')}")
     run = path_of_source(given[0])
-    complete = RunFolder(run).up_to_latest()
+    complete, latest = RunFolder(run).checkpoints(), find_latest_checkpoint(run)
+    if latest is not None and latest.step_in_name is not None:  # the training may have been rolled back to it
+        complete = [checkpoint for checkpoint in complete if (checkpoint.step_in_name or 0) <= latest.step_in_name]
     if not 0 < last <= len(complete):
         message = f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}"
         raise Usage(message, path=run, hint=f"run `ckptkit ls {run}` to list its checkpoints")
-    return list(complete[-last:])
+    return complete[-last:]

@@ -70,7 +70,6 @@ class CopiedFiles(Summarized):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all files."""
         return sum(self.files.values())
 
     def summary(self) -> Iterator[str]:
@@ -120,7 +119,6 @@ class Contents:
 
     @property
     def has_training_state(self) -> bool:
-        """Return True if the checkpoint has training state."""
         return len(self.parts) > 1 or any(training_state_names(part.own.layout) for part in self.parts)
 
     @property

@@ -58,7 +58,6 @@ class Pulled(Summarized):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all files."""
         return sum(self.files.values())
 
     def summary(self) -> Iterator[str]:
@@ -173,24 +172,18 @@ def download_missing_files(
                 path.unlink()
         with translate_hub_errors(repository.repo_id, repository.commit, path):
             if nbytes <= constants.MAX_HTTP_DOWNLOAD_SIZE:
-                download_missing_end(
-                    hf_hub_url(repository.repo_id, name, revision=repository.commit), path, nbytes, follow
-                )
+                url = hf_hub_url(repository.repo_id, name, revision=repository.commit)
+                path.touch()
+                with path.open("r+b") as file:
+                    present = file.seek(0, SEEK_END)
+                    follow(present)
+                    followed_file = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
+                    http_get(url, followed_file, resume_size=present, headers=request_headers(), expected_size=nbytes)
             elif not path.exists():  # `hf_hub_download` cannot resume a partial file
                 hf_hub_download(repository.repo_id, name, revision=repository.commit, local_dir=stage.notes_directory)
                 (stage.notes_directory / name).rename(path)
 
     transfer_each_file({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, advance)
-
-
-def download_missing_end(url: str, path: Path, nbytes: int, follow: Follow) -> None:
-    """Download the missing end of a file of `nbytes` bytes."""
-    path.touch()
-    with path.open("r+b") as file:
-        present = file.seek(0, SEEK_END)
-        follow(present)
-        followed_file = cast(BinaryIO, CallbackIOWrapper(lambda _: follow(file.tell()), file, "write"))
-        http_get(url, followed_file, resume_size=present, headers=request_headers(), expected_size=nbytes)
 
 
 def verify_downloads(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:

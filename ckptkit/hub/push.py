@@ -113,7 +113,6 @@ class Pushed(Summarized):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all files."""
         return sum(self.files.values())
 
 
@@ -152,7 +151,6 @@ class Selection:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the size of each file in bytes."""
         return {name: content_nbytes(content) for name, content in self.contents.items()}
 
     def without_card(self) -> Selection:

@@ -133,5 +133,4 @@ class FollowedReader(io.BufferedReader):
 
 @contextmanager
 def no_progress(_verb: str) -> Iterator[Progress]:
-    """Yield a progress function that does nothing."""
     yield lambda _nbytes, _total: None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,18 +96,13 @@ def is_being_handled(checkpoint: Path) -> bool:
     folder = checkpoint.parent / FOLDER
     with translate_os_errors(folder):
         locks = [path for path in list_children(folder) if path.suffix == _LOCK] if folder.is_dir() else []
-    return any(find_locked_name(path) == os.fsencode(checkpoint.name) for path in locks)
-
-
-def find_locked_name(path: Path) -> bytes | None:
-    """Return the checkpoint's name in a lock file, None if no process has locked it."""
-    with translate_os_errors(path):
-        if not is_locked(path):
-            return None
-    try:
-        return read_small(path, _LIMIT)
-    except Corrupt:  # the owner removed it after the check above
-        return None
+    for path in locks:
+        with translate_os_errors(path):
+            is_watching = is_locked(path)
+        with suppress(Corrupt):  # the owner removed it after the check above
+            if is_watching and read_small(path, _LIMIT) == os.fsencode(checkpoint.name):
+                return True
+    return False
 
 
 def write_protected_name(lock: int, name: str) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.find_components import is_hidden_file_not_copied, is_save_marker
-from ckptkit.checkpoints.replaceable import require_no_checkpoint, training_state_at
-from ckptkit.errors import Occupied, Unsafe, Usage, translate_os_errors
+from ckptkit.checkpoints.replaceable import checkpoint_and_manifest_files, training_state_at
+from ckptkit.errors import NotACheckpoint, Occupied, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import FORMATS, FormatWriter, find_format_of_file_name, get_format
 from ckptkit.io.destination import is_keeping_other_files, require_absent
-from ckptkit.io.file import list_children
+from ckptkit.io.file import destination_exists_error, list_children
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import is_remote
+from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.io.staging import require_free_destination
 from ckptkit.layout import Layout
 from ckptkit.trainers import is_copied_unchanged
@@ -33,10 +34,13 @@ def require_free_or_replaceable(dst: Path, *, overwrite: bool, is_file: bool) ->
                 error.hint = _HINT  # do not suggest --overwrite: a mistake would delete training state
             raise
     elif not overwrite:
-        if is_keeping_other_files(dst):
-            require_no_checkpoint(dst)
-        else:
+        if not is_keeping_other_files(dst):
             require_absent(dst)
+            return
+        drop_cached_listing(dst)
+        with suppress(NotACheckpoint):  # the repository does not exist yet
+            if checkpoint_and_manifest_files(dst):
+                raise destination_exists_error(dst)
 
 
 def require_directory_name(dst: Path, writer: FormatWriter) -> None:

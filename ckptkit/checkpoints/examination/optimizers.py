@@ -99,10 +99,13 @@ def find_missing_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
     for above, kinds in facts.state_kinds_by_parameter.items():
         settings = facts.setting_names_by_parameter(above)
         kinds_of_similar: dict[object, set[frozenset[str]]] = defaultdict(set)
-        similarity = {
-            parameter: (settings.get(parameter), axis_count_of(facts, above, parameter)) for parameter in kinds
-        }
+        similarity: dict[str, object] = {}
         for parameter, own in kinds.items():
+            states = facts.states_by_optimizer.get(above, {}).get(parameter, {})
+            shapes = facts.shapes_of_parameter(above, parameter) or {
+                facts.layout.tensors[name].spec.shape for name in states.values()
+            }
+            similarity[parameter] = settings.get(parameter), max(map(len, shapes), default=0)
             kinds_of_similar[similarity[parameter]].add(own)
         lacking: dict[tuple[str, str], list[str]] = defaultdict(list)
         for parameter, own in kinds.items():
@@ -118,15 +121,6 @@ def find_missing_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
                 )
         for (expected, found), names in lacking.items():
             yield Inconsistency("state_kinds", names[0], {"expected": expected, "found": found}, tuple(names))
-
-
-def axis_count_of(facts: Facts, above: KeyPath, parameter: str) -> int:
-    """Return the number of axes of a parameter, from its weight or else from its states."""
-    states = facts.states_by_optimizer.get(above, {}).get(parameter, {})
-    shapes = facts.shapes_of_parameter(above, parameter) or {
-        facts.layout.tensors[name].spec.shape for name in states.values()
-    }
-    return max(map(len, shapes), default=0)
 
 
 def is_fitting_state_shape(state_shape: Shape, parameter_shape: Shape, *, is_reduced: bool = False) -> bool:

@@ -115,7 +115,6 @@ def replace_lost_from_copy(
 
 
 def can_replace(tensor: StoredTensor, other: StoredTensor) -> bool:
-    """Return whether chunks of `other` can replace chunks of `tensor`."""
     spec, other_spec = tensor.spec, other.spec
     is_castable = spec.dtype == other_spec.dtype or other_spec.dtype.is_castable_to(spec.dtype)
     return spec.shape == other_spec.shape and is_castable and tensor.splits is None

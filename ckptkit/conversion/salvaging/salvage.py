@@ -219,7 +219,6 @@ class FillSource:
     remarks: tuple[str, ...] = ()
 
     def find_tensor(self, name: str) -> StoredTensor | None:
-        """Return the tensor of a name with absolute paths; None if it is missing."""
         stored = self.layout.tensors.get(self.name_in_source(name))
         if stored is None:
             return None
