@@ -121,7 +121,20 @@ class ExpertReader:
                 message = f"expected experts with {', '.join(_LEAVES)}, found `{own}`"
                 raise Unsupported(message, path=self.adapter.layout.path, tensor=first["A"])
             if None in experts:
-                yield ExpertPair(module, leaf, *self.stacked_matrices(experts[None]), f"{module}.{own}")
+                matrices = experts[None]
+                a, b = self.tensor(matrices["A"]), self.tensor(matrices["B"])
+                if len(a.spec.shape) != 3:
+                    raise self.misfit_error(matrices["A"], "lora_A of shape [experts, rank, inputs]")
+                if len(b.spec.shape) != 3 or b.spec.shape[2] != a.spec.shape[1]:
+                    expected = f"lora_B of shape [experts, outputs, {a.spec.shape[1]}]"
+                    raise self.misfit_error(matrices["B"], expected)
+                count = max(a.spec.shape[0], b.spec.shape[0])
+                if {a.spec.shape[0], b.spec.shape[0]} - {1, count}:
+                    raise self.misfit_error(matrices["B"], f"matrices of {a.spec.shape[0]} experts, or one for all")
+                if count == 1 and self.count:
+                    count = self.count
+                a, b = repeat_shared_expert(a, count), repeat_shared_expert(b, count)
+                yield ExpertPair(module, leaf, a, b, f"{module}.{own}")
                 continue
             numbers = sorted(number for number in experts if number is not None)
             if numbers != list(range(len(numbers))):
@@ -138,20 +151,6 @@ class ExpertReader:
             if self.tensor(name).spec != first:
                 raise self.misfit_error(name, f"{first}, as the other experts have")
         return axes.stack_tensors([self.tensor(name) for name in names])
-
-    def stacked_matrices(self, names: Mapping[str, str]) -> tuple[StoredTensor, StoredTensor]:
-        """Return A `[E, r, in]` and B `[E, out, r]`; a matrix that all experts share is repeated."""
-        a, b = self.tensor(names["A"]), self.tensor(names["B"])
-        if len(a.spec.shape) != 3:
-            raise self.misfit_error(names["A"], "lora_A of shape [experts, rank, inputs]")
-        if len(b.spec.shape) != 3 or b.spec.shape[2] != a.spec.shape[1]:
-            raise self.misfit_error(names["B"], f"lora_B of shape [experts, outputs, {a.spec.shape[1]}]")
-        count = max(a.spec.shape[0], b.spec.shape[0])
-        if {a.spec.shape[0], b.spec.shape[0]} - {1, count}:
-            raise self.misfit_error(names["B"], f"matrices of {a.spec.shape[0]} experts, or one for all")
-        if count == 1 and self.count:
-            count = self.count
-        return repeat_shared_expert(a, count), repeat_shared_expert(b, count)
 
     def read_nested_pairs(self, module: str, names: Mapping[int, Mapping[str, str]]) -> Iterator[ExpertPair]:
         """Yield the matrices of PEFT's nested wrappers, by their depth. Shapes tell to which parameter they belong."""

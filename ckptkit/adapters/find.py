@@ -163,7 +163,9 @@ def find_adapters(layout: Layout) -> Adapted | None:
     if unknown_name is not None:
         message = "PEFT does not give this name to an adapter's matrix"
         raise Unsupported(message, path=layout.path, tensor=unknown_name, hint=HINT_KEEP_TENSORS)
-    entries = {name: entry for name in layout.tensors if (entry := parse_tensor_name(name)) is not None}
+    parsed = {name: entry for name in layout.tensors if (entry := parse_tensor_name(name)) is not None}
+    # with the names that PEFT gives them in a file, without any prefix of the trainer
+    entries = {name: entry._replace(saved=WRAPPER + entry.saved) for name, entry in parsed.items()}
     if not any(entry.kind != "module" for entry in entries.values()):
         return None
     rest = [name for name in layout.tensors if name not in entries and not UNUSED.fullmatch(name)]
@@ -174,12 +176,12 @@ def find_adapters(layout: Layout) -> Adapted | None:
         raise Corrupt(message, path=layout.path, tensor=first)
     if nameless == {True}:
         whole, copies = find_full_parameters(rest)
-        return Adapted((Adapter(DEFAULT, layout, with_peft_prefix(entries | whole)),), {}, is_saved=True, copies=copies)
+        return Adapted((Adapter(DEFAULT, layout, entries | whole),), {}, is_saved=True, copies=copies)
     by_name: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in entries.items():
         by_name[entry.adapter or DEFAULT][name] = entry
     in_order = sorted(by_name.items(), key=lambda item: (item[0] != DEFAULT, item[0]))
-    adapters = tuple(Adapter(name, layout, with_peft_prefix(own_entries)) for name, own_entries in in_order)
+    adapters = tuple(Adapter(name, layout, own_entries) for name, own_entries in in_order)
     base: dict[str, str] = {}
     for name in rest:
         own = base_model_name(name)
@@ -200,11 +202,7 @@ def find_full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str,
     saved_names = {name for name, new in own.items() if name == new}
     loaded = {name: new for name, new in own.items() if name == new or new not in saved_names}
     whole = {
-        name: Entry("module", None, base_model_name(new), 0, name_inside_wrapper(new)) for name, new in loaded.items()
+        name: Entry("module", None, base_model_name(new), 0, WRAPPER + name_inside_wrapper(new))
+        for name, new in loaded.items()
     }
     return whole, tuple(name for name in names if name not in loaded)
-
-
-def with_peft_prefix(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Return the entries with the names that PEFT gives them in a file, without any prefix of the trainer."""
-    return {name: entry._replace(saved=WRAPPER + entry.saved) for name, entry in entries.items()}

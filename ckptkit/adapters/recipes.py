@@ -236,20 +236,15 @@ class Merging:
                     "weight is transposed"
                 )
                 raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
-        return TransposedProduct if self.is_conv1d_model(otherwise=is_turned) else LinearProduct
-
-    def is_conv1d_model(self, *, otherwise: bool) -> bool:
-        """Return whether such modules of the base are a `Conv1D`.
-
-        Compares a matrix that is not square with the length of its bias; returns `otherwise` if no matrix has a bias.
-        PEFT corrects `fan_in_fan_out` by the type of the layer (`LoraModel._create_new_module`).
-        """
+        # PEFT corrects the switch by the type of the layer (`LoraModel._create_new_module`). If a matrix that is not square
+        # has a bias, the bias shows whether such modules of the base are a `Conv1D`
         for name, tensor in self.base.tensors.items():
             bias = self.base.tensors.get(f"{name.removesuffix('.weight')}.bias")
             shape = tensor.spec.shape
             if may_be_conv1d(name) and bias and len(set(shape)) == 2 == len(shape):
-                return bias.spec.shape == shape[1:]
-        return otherwise
+                is_turned = bias.spec.shape == shape[1:]
+                break
+        return TransposedProduct if is_turned else LinearProduct
 
     def changed_parameter_and_kind(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Kind]:
         """Return the parameter of a module that an update changes: the only one with a fitting shape."""

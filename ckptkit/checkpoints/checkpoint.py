@@ -196,11 +196,19 @@ class Checkpoint:
 
         The last keys of the path may lead into an entry that is a dict or a list.
         """
-        for component in self.components:
+        for layout in (component.layout for component in self.components):
             for length in range(len(key), 0, -1):
                 name = ".".join(map(str, key[:length]))
-                if name in component.layout.blobs and component.layout.key(name) == key[:length]:
-                    return find_value_in_entry(component.layout, name, key[length:])
+                if name not in layout.blobs or layout.key(name) != key[:length]:
+                    continue
+                try:
+                    value = load_value(layout.root, layout.blobs[name])
+                except (Corrupt, IOFailure, Unsafe, Unsupported):
+                    return None
+                for step in key[length:]:
+                    children = dict(enumerate(value)) if isinstance(value, list) else dict(find_dict_items(value) or ())
+                    value = children.get(step)
+                return value
         return None
 
     @cached_property
@@ -418,18 +426,6 @@ class Checkpoint:
         if unread is None:
             return None
         return Unsupported(f"{unread.what}: ckptkit cannot read this yet", path=self.path, hint=unread.hint)
-
-
-def find_value_in_entry(layout: Layout, name: str, inner_key: KeyPath) -> object:
-    """Return the value at a key path inside a non-tensor entry; None if it cannot be read."""
-    try:
-        value = load_value(layout.root, layout.blobs[name])
-    except (Corrupt, IOFailure, Unsafe, Unsupported):
-        return None
-    for step in inner_key:
-        children = dict(enumerate(value)) if isinstance(value, list) else dict(find_dict_items(value) or ())
-        value = children.get(step)
-    return value
 
 
 Source = str | os.PathLike[str] | Checkpoint  # accepted wherever a function takes a checkpoint

@@ -67,14 +67,24 @@ def find_partial_file_error(checkpoint: Checkpoint) -> Unsupported | None:
 def sibling_files_of_model(checkpoint: Checkpoint, file: Path) -> list[str]:
     """Return the files that together with this file are one model, by their contents; [] if nothing shows it.
 
-    Their names count from 0, and the first or the last has other tensors, or the same tensors split elsewhere.
+    Their names count from 0. This file and the first or the last each have tensors that the other lacks, or all shapes
+    that differ do so along one axis only.
     """
     series = numbered_series_of(file)
     if not series or has_number(file.name, len(series)):
         return series
-    own_shapes = checkpoint.model_component.layout.shapes
-    others = (Checkpoint.at(file.parent / name) for name in (series[0], series[-1]) if name != file.name)
-    return series if any(are_parts_of_one_model(own_shapes, readable_shapes_of(other)) for other in others) else []
+    own = checkpoint.model_component.layout.shapes
+    for name in (series[0], series[-1]):
+        shapes = readable_shapes_of(Checkpoint.at(file.parent / name)) if name != file.name else {}
+        if shapes and own.keys() - shapes.keys() and shapes.keys() - own.keys():
+            return series
+        pairs = [(own[common], shapes[common]) for common in own.keys() & shapes.keys()]
+        differing = [(one, two) for one, two in pairs if one != two]
+        if differing and all(
+            len(one) == len(two) and sum(a != b for a, b in zip(one, two, strict=True)) == 1 for one, two in differing
+        ):
+            return series
+    return []
 
 
 def numbered_series_of(file: Path) -> list[str]:
@@ -95,19 +105,6 @@ def readable_shapes_of(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     """Return the shapes of a checkpoint's tensors; {} if they cannot be read."""
     layout = find_readable_layout(checkpoint)
     return layout.shapes if layout else {}
-
-
-def are_parts_of_one_model(one_shapes: Mapping[str, Shape], two_shapes: Mapping[str, Shape]) -> bool:
-    """Return whether two files each have tensors that the other lacks, or shapes that differ along one axis only."""
-    if not two_shapes:
-        return False
-    if one_shapes.keys() - two_shapes.keys() and two_shapes.keys() - one_shapes.keys():
-        return True
-    pairs = [(one_shapes[name], two_shapes[name]) for name in one_shapes.keys() & two_shapes.keys()]
-    differing = [(one, two) for one, two in pairs if one != two]
-    return bool(differing) and all(
-        len(one) == len(two) and sum(a != b for a, b in zip(one, two, strict=True)) == 1 for one, two in differing
-    )
 
 
 def find_partial_file_doubt(checkpoint: Checkpoint) -> str | None:

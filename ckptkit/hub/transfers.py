@@ -57,27 +57,25 @@ def sha256_by_name(contents: Mapping[str, Content], jobs: int | None, advance: T
     return sums
 
 
-def find_difference_from_hub(content: Content, sha256: str, remote: HubFile | None) -> str | None:
-    """Return how a local file with this SHA-256 and its copy on the Hub differ, None if they are equal."""
-    if remote is None:
-        return "expected the file on the Hub, found none"
-    if (nbytes := content_nbytes(content)) != remote.nbytes:
-        return f"expected {nbytes} bytes, found {remote.nbytes} on the Hub"
-    if remote.sha256 is not None:
-        return None if sha256 == remote.sha256 else f"expected SHA-256 {sha256}, found {remote.sha256} on the Hub"
-    # the Hub has no SHA-256 of small files (not in LFS), only git's blob id
-    oid = hash_content(content, hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False))
-    return None if oid == remote.oid else f"expected git id {oid}, found {remote.oid} on the Hub"
-
-
 def differences_from_hub(
     contents: Mapping[str, Content], sums: Mapping[str, str], remote: Mapping[str, HubFile]
 ) -> dict[str, str]:
     """Return a description of each local file that differs from its copy on the Hub, by name."""
-    results = {
-        name: find_difference_from_hub(content, sums[name], remote.get(name)) for name, content in contents.items()
-    }
-    return {name: text for name, text in results.items() if text is not None}
+    differences: dict[str, str] = {}
+    for name, content in contents.items():
+        on_hub, sha256 = remote.get(name), sums[name]
+        if on_hub is None:
+            differences[name] = "expected the file on the Hub, found none"
+        elif (nbytes := content_nbytes(content)) != on_hub.nbytes:
+            differences[name] = f"expected {nbytes} bytes, found {on_hub.nbytes} on the Hub"
+        elif on_hub.sha256 is not None:
+            if sha256 != on_hub.sha256:
+                differences[name] = f"expected SHA-256 {sha256}, found {on_hub.sha256} on the Hub"
+        else:  # the Hub has no SHA-256 of small files (not in LFS), only git's blob id
+            oid = hash_content(content, hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False))
+            if oid != on_hub.oid:
+                differences[name] = f"expected git id {oid}, found {on_hub.oid} on the Hub"
+    return differences
 
 
 Follow = Callable[[int], None]  # called with the position in a file that a transfer has reached

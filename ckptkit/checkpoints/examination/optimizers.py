@@ -82,11 +82,13 @@ def misshaped_states(
     kinds_by_shape: dict[Shape, tuple[str, ...]] = {}
     main_shapes = {spec.shape for kind, spec in specs.items() if kind in _JUDGED - SECOND_MOMENTS}
     for kind in _JUDGED & specs.keys():
-        spec = specs[kind]
-        is_reduced = kind in SECOND_MOMENTS and spec.shape not in main_shapes
-        fits = any(is_fitting_state_shape(spec.shape, shape, is_reduced=is_reduced) for shape in shapes)
+        own, spec = specs[kind].shape, specs[kind]
+        fits = own in shapes or (len(own) == 1 and own[0] in map(prod, shapes))  # equal, or flattened
+        if kind in SECOND_MOMENTS and own not in main_shapes:  # it may have one number for each row or other slice
+            alike = (shape for shape in shapes if len(shape) == len(own))
+            fits = fits or any(all(a in (1, b) for a, b in zip(own, shape, strict=True)) for shape in alike)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
-            kinds_by_shape[spec.shape] = (*kinds_by_shape.get(spec.shape, ()), entries[kind])
+            kinds_by_shape[own] = (*kinds_by_shape.get(own, ()), entries[kind])
     return {shape: tuple(sorted(kinds)) for shape, kinds in kinds_by_shape.items()}
 
 
@@ -121,20 +123,6 @@ def find_missing_state_kinds(facts: Facts) -> Iterator[Inconsistency]:
                 )
         for (expected, found), names in lacking.items():
             yield Inconsistency("state_kinds", names[0], {"expected": expected, "found": found}, tuple(names))
-
-
-def is_fitting_state_shape(state_shape: Shape, parameter_shape: Shape, *, is_reduced: bool = False) -> bool:
-    """Return whether a state's shape `state_shape` fits a parameter of `parameter_shape`: equal, or flattened.
-
-    If `is_reduced`, the state may also have one number for each row or other slice.
-    """
-    if state_shape == parameter_shape or (len(state_shape) == 1 and state_shape[0] == prod(parameter_shape)):
-        return True
-    return (
-        is_reduced
-        and len(state_shape) == len(parameter_shape)
-        and all(a in (1, b) for a, b in zip(state_shape, parameter_shape, strict=True))
-    )
 
 
 def find_wrapper_prefix_mismatch(facts: Facts) -> Iterator[Inconsistency]:

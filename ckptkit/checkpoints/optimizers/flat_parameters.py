@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -71,7 +72,13 @@ def find_original_shapes(layout: Layout, path: Path, base: str | None) -> tuple[
 
     Raises `Unsupported` for the config.json of an unknown model type.
     """
-    shapes = next((found for found in map(find_ordered_shapes, optimizer_layouts(layout, path)) if found), None)
+    # the names and shapes may be in the checkpoint itself, or in an optimizer's directory beside it
+    folders = (
+        [folder for folder in list_directories(path) if is_other_component_name(folder.name)] if path.is_dir() else []
+    )
+    readers = ((folder, detect_format(folder)) for folder in sorted(folders))
+    beside = (reader.read(folder) for folder, reader in readers if reader is not None)
+    shapes = next(filter(None, map(find_ordered_shapes, chain([layout], beside))), None)
     if shapes is not None:
         return shapes, "the optimizer"
     config = find_companions(path, base).config if base is not None else find_model_config(path)
@@ -81,15 +88,6 @@ def find_original_shapes(layout: Layout, path: Path, base: str | None) -> tuple[
 
     with errors_at(path=path):
         return dict(expected_model(config).parameters), "config.json"
-
-
-def optimizer_layouts(layout: Layout, path: Path) -> Iterator[Layout]:
-    """Yield the layouts that may have names and shapes: the checkpoint's own, and those of its optimizers."""
-    yield layout
-    for folder in sorted(list_directories(path)) if path.is_dir() else []:
-        reader = detect_format(folder) if is_other_component_name(folder.name) else None
-        if reader is not None:
-            yield reader.read(folder)
 
 
 def find_ordered_shapes(layout: Layout) -> dict[str, Shape] | None:

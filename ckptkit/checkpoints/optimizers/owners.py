@@ -175,10 +175,22 @@ def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]
         model, names = match_recorded_names(recorded, shapes, models, optimizer)
         return NamedNumbers(names, model, f"its `{PARAM_NAMES}` lists them")
     try:
-        return find_names_by_shapes(optimizer, parameter_shapes_of(layout, optimizer), models)
+        shapes = parameter_shapes_of(layout, optimizer)
+        names_of = [
+            {Candidate(without_wrapper_prefixes(name), shape): name for name, shape in model.parameters.items()}
+            for model in models
+        ]
+        candidates = [{candidate: candidate.shape for candidate in own} for own in names_of]
+        # an optimizer of a part of a model may train something that was not saved, so all parameters must fit
+        assignment = match_by_size(optimizer.groups, shapes, *candidates)
     except Unsupported as error:
         error.hint = ORDER_HINT
         raise
+    trained = set(assignment.values())
+    pairs = zip(models, names_of, candidates, strict=True)
+    model, own = next((model, own) for model, own, shapes_of_model in pairs if is_full_model(shapes_of_model, trained))
+    names = {number: own[candidate] for number, candidate in assignment.items()}
+    return NamedNumbers(names, model, "their shapes allow only one assignment")
 
 
 def assume_names(
@@ -218,26 +230,6 @@ def check_order_against_proof(assumed: NamedNumbers, proven: NamedNumbers) -> No
                 f"{ORDER}: expected `{name}` as parameter {number} ({proven.proof}), found `{assumed.names[number]}`"
             )
             raise Mismatch(message, hint=f"drop {ORDER}")
-
-
-def find_names_by_shapes(
-    optimizer: Optimizer, shapes_by_index: Mapping[int, Shape], models: Sequence[OneModel]
-) -> NamedNumbers:
-    """Return the names if the shapes allow only one assignment, to all parameters of a single model.
-
-    Raises `Unsupported` otherwise: an optimizer of a part of a model may train something that was not saved.
-    """
-    names_of = [
-        {Candidate(without_wrapper_prefixes(name), shape): name for name, shape in model.parameters.items()}
-        for model in models
-    ]
-    candidates = [{candidate: candidate.shape for candidate in own} for own in names_of]
-    assignment = match_by_size(optimizer.groups, shapes_by_index, *candidates)
-    trained = set(assignment.values())
-    pairs = zip(models, names_of, candidates, strict=True)
-    model, own = next((model, own) for model, own, shapes in pairs if is_full_model(shapes, trained))
-    names = {number: own[candidate] for number, candidate in assignment.items()}
-    return NamedNumbers(names, model, "their shapes allow only one assignment")
 
 
 def parameter_order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:
