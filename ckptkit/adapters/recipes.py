@@ -236,8 +236,8 @@ class Merging:
                     "weight is transposed"
                 )
                 raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a)
-        # PEFT corrects the switch by the type of the layer (`LoraModel._create_new_module`); the bias of a matrix that is
-        # not square shows whether such modules of the base are a `Conv1D`
+        # PEFT corrects the switch by the type of the layer (`LoraModel._create_new_module`); the bias of a matrix that
+        # is not square shows whether such modules of the base are a `Conv1D`
         for name, tensor in self.base.tensors.items():
             bias = self.base.tensors.get(f"{name.removesuffix('.weight')}.bias")
             shape = tensor.spec.shape

@@ -73,10 +73,8 @@ def find_original_shapes(layout: Layout, path: Path, base: str | None) -> tuple[
     Raises `Unsupported` for the config.json of an unknown model type.
     """
     # the names and shapes may be in the checkpoint itself, or in an optimizer's directory beside it
-    folders = (
-        [folder for folder in list_directories(path) if is_other_component_name(folder.name)] if path.is_dir() else []
-    )
-    readers = ((folder, detect_format(folder)) for folder in sorted(folders))
+    folders = sorted(list_directories(path)) if path.is_dir() else []
+    readers = ((folder, detect_format(folder)) for folder in folders if is_other_component_name(folder.name))
     beside = (reader.read(folder) for folder, reader in readers if reader is not None)
     shapes = next(filter(None, map(find_ordered_shapes, chain([layout], beside))), None)
     if shapes is not None:

@@ -181,11 +181,11 @@ def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]
             for model in models
         ]
         candidates = [{candidate: candidate.shape for candidate in own} for own in names_of]
-        # an optimizer of a part of a model may train something that was not saved, so all parameters must fit
         assignment = match_by_size(optimizer.groups, shapes, *candidates)
     except Unsupported as error:
         error.hint = ORDER_HINT
         raise
+    # an optimizer of a part of a model may train something that was not saved, so it must have all parameters of one
     trained = set(assignment.values())
     pairs = zip(models, names_of, candidates, strict=True)
     model, own = next((model, own) for model, own, shapes_of_model in pairs if is_full_model(shapes_of_model, trained))
