@@ -50,7 +50,20 @@ def make_card(
     layout = inspected.layout
     is_model = layout.format == "hf" and config is not None
     folder = repo_id.partition("/")[2]
-    pull_lines = ["```bash", f"ckptkit pull {repo_id} {folder}", f"ckptkit inspect {folder}", "```"]
+    load = ["```bash", f"ckptkit pull {repo_id} {folder}", f"ckptkit inspect {folder}", "```"]
+    if is_model and config is not None:
+        architectures = config.get("architectures")
+        is_causal = isinstance(architectures, list) and any(str(one).endswith("ForCausalLM") for one in architectures)
+        loader = "AutoModelForCausalLM" if is_causal else "AutoModel"
+        has_tokenizer = bool(_TOKENIZERS & set(names))
+        load = [
+            "```python",
+            f"from transformers import {loader}{', AutoTokenizer' if has_tokenizer else ''}",
+            "",
+            f'model = {loader}.from_pretrained("{repo_id}", dtype="auto")',
+            *([f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'] if has_tokenizer else []),
+            "```",
+        ]
     fields = {
         "library": "library_name: transformers\n" if is_model else "",
         "tag": "- safetensors\n" if layout.format == "hf" else "",
@@ -58,7 +71,7 @@ def make_card(
         "what": "Model weights" if layout.format == "hf" else "A training checkpoint",
         "version": __version__,
         "facts": "\n".join(f"| {name} | {value} |" for name, value in card_rows(inspected, manifest)),
-        "load": "\n".join(load_model_lines(repo_id, config or {}, names) if is_model else pull_lines),
+        "load": "\n".join(load),
     }
     return _CARD.substitute(fields).encode()
 
@@ -83,18 +96,3 @@ def card_rows(inspected: Inspected, manifest: Manifest | None) -> Iterator[tuple
         yield "dtype", ", ".join(inspected.groups["model"].bytes_by_dtype)
     yield "tensors", f"{len(layout.tensors):,}"
     yield "bytes", f"{layout.nbytes:,}"
-
-
-def load_model_lines(repo_id: str, config: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
-    """Yield lines of Markdown: Python code that loads the model with transformers."""
-    architectures = config.get("architectures")
-    is_causal = isinstance(architectures, list) and any(str(name).endswith("ForCausalLM") for name in architectures)
-    loader = "AutoModelForCausalLM" if is_causal else "AutoModel"
-    has_tokenizer = bool(_TOKENIZERS & set(names))
-    yield "```python"
-    yield f"from transformers import {loader}{', AutoTokenizer' if has_tokenizer else ''}"
-    yield ""
-    yield f'model = {loader}.from_pretrained("{repo_id}", dtype="auto")'
-    if has_tokenizer:
-        yield f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")'
-    yield "```"

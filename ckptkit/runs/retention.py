@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -100,9 +100,23 @@ def decide_retention(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> 
     """Return the decision on each checkpoint, newest first. Always keeps the newest that a training can resume from."""
     newest_first = sorted(checkpoints, key=lambda saved: run_sort_key(saved.step, saved.path.name), reverse=True)
     best = best_checkpoints_by(newest_first, policy.best) if policy.best else []
-    return keep_read_checkpoints(
-        [Verdict(saved, tuple(retention_reasons(saved, newest_first, best, policy))) for saved in newest_first]
-    )
+    steps = list(dict.fromkeys(saved.step for saved in newest_first))
+    resumable = [saved.step for saved in newest_first if not saved.is_weights_only]
+    verdicts: list[Verdict] = []
+    for saved in newest_first:
+        reasons = list(saved.holds)
+        if policy.is_keeping_all:
+            reasons.append("all are kept")
+        elif policy.last and saved.step in steps[: policy.last]:
+            reasons.append(f"one of the last {policy.last}")
+        elif saved.step in (steps[0], *resumable[:1]):
+            reasons.append("the newest" if saved.step == steps[0] else "the newest to go on from")
+        if policy.every and saved.step % policy.every == 0:
+            reasons.append(f"a multiple of {policy.every}")
+        if policy.best and saved in best:
+            reasons.append(f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best")
+        verdicts.append(Verdict(saved, tuple(reasons)))
+    return keep_read_checkpoints(verdicts)
 
 
 def keep_read_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
@@ -117,25 +131,6 @@ def keep_read_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
         return verdicts
     kept = [replace(verdict, reasons=read.get(verdict.saved.path.name, verdict.reasons)) for verdict in verdicts]
     return keep_read_checkpoints(kept)  # these may read older ones
-
-
-def retention_reasons(
-    saved: SavedCheckpoint, newest_first: Sequence[SavedCheckpoint], best: Sequence[SavedCheckpoint], policy: Policy
-) -> Iterator[str]:
-    """Yield the reasons to keep a checkpoint, given all checkpoints and the best."""
-    yield from saved.holds
-    steps = list(dict.fromkeys(checkpoint.step for checkpoint in newest_first))
-    resumable = [checkpoint.step for checkpoint in newest_first if not checkpoint.is_weights_only]
-    if policy.is_keeping_all:
-        yield "all are kept"
-    elif policy.last and saved.step in steps[: policy.last]:
-        yield f"one of the last {policy.last}"
-    elif saved.step in (steps[0], *resumable[:1]):
-        yield "the newest" if saved.step == steps[0] else "the newest to go on from"
-    if policy.every and saved.step % policy.every == 0:
-        yield f"a multiple of {policy.every}"
-    if policy.best and saved in best:
-        yield f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best"
 
 
 def best_checkpoints_by(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCheckpoint]:
