@@ -115,7 +115,7 @@ def check_adapter_fits_config(adapter: Adapter, config: AdapterConfig) -> None:
             is_listed
             and not has_tied
             and not any(
-                config.target_parameters_of(name) or any(ends_with_name(name, target) for target in targets or [])
+                any(ends_with_name(name, target) for target in targets or []) or config.target_parameters_of(name)
                 for name in (update.module, *names)
             )
         ):
