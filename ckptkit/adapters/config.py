@@ -125,21 +125,21 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module or of a target parameter. Raises `Corrupt` if it is not a positive number."""
-        rank = self.setting_for_module("rank_pattern", "r", module, 8)
+        rank = self.setting_for_module("rank_pattern", "r", module)
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= _MAX_RANK:
             raise Corrupt(f"rank of `{module}`: expected 1 to {_MAX_RANK}, found {rank!r}", path=self.path)
         return rank
 
     def scaling_of(self, module: str) -> float:
         """Return the factor of the product B A of a module: alpha / r, or alpha / sqrt(r) with rsLoRA."""
-        alpha, rank = self.setting_for_module("alpha_pattern", "lora_alpha", module, 8), self.rank_of(module)
+        alpha, rank = self.setting_for_module("alpha_pattern", "lora_alpha", module), self.rank_of(module)
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not is_usable_alpha(alpha):
             raise Corrupt(
                 f"alpha of `{module}`: expected a number below {_MAX_ALPHA:g}, found {alpha!r}", path=self.path
             )
         return alpha / math.sqrt(rank) if self.bool_setting("use_rslora") else alpha / rank
 
-    def setting_for_module(self, patterns: str, key: str, module: str, default: int) -> Any:
+    def setting_for_module(self, patterns: str, key: str, module: str) -> Any:
         """Return the value of the first pattern that matches a module's name, or else the value for all modules."""
         values_by_pattern = self.values.get(patterns) or {}
         if not isinstance(values_by_pattern, dict):
@@ -148,7 +148,7 @@ class AdapterConfig:
         for pattern, value in values_by_pattern.items():
             if matches_module(pattern, module, self.path):
                 return value
-        return values_by_pattern.get(module, self.values.get(key, default))
+        return values_by_pattern.get(module, self.values.get(key, 8))  # 8 is the default of PEFT
 
     def trained_token_indices(self, module: str) -> tuple[int, ...]:
         """Return the indices of an embedding's trained rows. Raises `Corrupt` if any is repeated, or none listed."""

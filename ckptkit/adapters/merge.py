@@ -195,7 +195,7 @@ def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], o
     if len(adapters) > 1:
         message = f"--experts-layout: expected one adapter, found {len(adapters)}"
         raise Usage(message, hint="merge one adapter at a time")
-    steps = (step for steps in merging.steps.values() for step in steps)
+    steps = (step for changes in merging.steps.values() for step in changes)
     if not any(isinstance(step, ExpertsProduct) for step in steps):
         hint = "drop --experts-layout"
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
