@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +147,28 @@ def change_array(group: str, array: Array) -> Array:
     return array
 
 
-def change_entries(state: CheckpointContents, names: Iterable[str], changed_value: Change) -> int:
+def change_entries(state: CheckpointContents, names: Sequence[str], changed_value: Change) -> int:
     """Change entries of a checkpoint, and make its checksums and its manifest right. Return how many changed."""
-    names = list(names)
-    count = change_tensors({name: state.tensors[name] for name in names if name in state.tensors}, changed_value)
-    count += change_values({name: state.values[name] for name in names if name in state.values}, changed_value)
+    tensors = {name: state.tensors[name] for name in names if name in state.tensors}
+    change_tensors(tensors, changed_value)
+    count = len(tensors)
+    by_container: dict[Container, dict[tuple[str | int, ...], tuple[str, SavedValue]]] = defaultdict(dict)
+    for name in names:
+        if name in state.values:
+            by_container[state.values[name].container][state.values[name].path] = name, state.values[name]
+    for container, chosen in by_container.items():
+        made = {path: changed_value(name, value.value) for path, (name, value) in chosen.items()}
+        differing = {path: new for path, new in made.items() if new != chosen[path][1].value}
+        if differing:
+            changed = copy_with(container.load_value(), lambda path, old, new=differing: new.get(path, old))  # type: ignore[misc]
+            container.write_value(changed)
+            count += len(differing)
     if count and state.path.is_dir() and any(state.path.rglob(MANIFEST)):
         make_manifest(state.path, overwrite=True)
     return count
 
 
-def change_tensors(tensors: Mapping[str, SavedTensor], changed_value: Change) -> int:
+def change_tensors(tensors: Mapping[str, SavedTensor], changed_value: Change) -> None:
     """Change the elements of tensors where they lie."""
     touched: dict[tuple[Path, int, int], list[int]] = defaultdict(list)  # archives, and where in them
     done: set[tuple[Path, int]] = set()
@@ -174,7 +185,6 @@ def change_tensors(tensors: Mapping[str, SavedTensor], changed_value: Change) ->
             touched[file, *archive].append(chunk.offset)
     for (file, start, length), offsets in touched.items():
         rewrite_checksums(file, start, length, offsets)
-    return len(tensors)
 
 
 def change_chunk(file: Path, chunk: Chunk, changed_elements: Callable[[Array], Array]) -> None:
@@ -211,19 +221,3 @@ def rewrite_checksums(file: Path, start: int, length: int, offsets: Iterable[int
                 for place in entry.crc_offsets:
                     opened.seek(start + place)
                     opened.write(crc)
-
-
-def change_values(values: Mapping[str, SavedValue], changed_value: Change) -> int:
-    """Change scalars in the containers that they lie in."""
-    by_container: dict[Container, dict[tuple[str | int, ...], tuple[str, SavedValue]]] = defaultdict(dict)
-    for name, value in values.items():
-        by_container[value.container][value.path] = name, value
-    count = 0
-    for container, chosen in by_container.items():
-        made = {path: changed_value(name, value.value) for path, (name, value) in chosen.items()}
-        differing = {path: new for path, new in made.items() if new != chosen[path][1].value}
-        if differing:
-            changed = copy_with(container.load_value(), lambda path, old, new=differing: new.get(path, old))  # type: ignore[misc]
-            container.write_value(changed)
-            count += len(differing)
-    return count

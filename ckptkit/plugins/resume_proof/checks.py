@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from math import isfinite
-from pathlib import Path
 
-from ckptkit.plugins.resume_proof.find import files_of_checkpoint, nbytes_of_checkpoint
+from ckptkit.plugins.resume_proof.find import files_of_checkpoint
 from ckptkit.plugins.resume_proof.groups import IMPERATIVES, OTHER, SCHEDULER, STEP
 from ckptkit.plugins.resume_proof.runs import Runs
 from ckptkit.plugins.resume_proof.states import list_damage
@@ -26,7 +25,12 @@ def check_runs_and_saves(runs: Runs) -> str:
     runs.require_done(done, "the script did not end" if done.exit_code is None else "the script failed")
     steps = sorted(runs.checkpoint_paths)
     if not steps:
-        raise CheckFailed(describe_no_checkpoints(done.run))
+        files = sorted(str(file.relative_to(done.run)) for file in files_of_checkpoint(done.run))
+        if not files:
+            hint = "pass {run} to the option that sets its output directory"
+            raise CheckFailed(f"the script saved nothing in {{run}}: {hint}")
+        named = "no checkpoint is named by its step, as `step_4` is"
+        raise CheckFailed(f"{named}; found {', '.join(files[:3])}: put the step into the name")
     if max(steps) > script.steps:
         hint = "pass {steps} to the option that ends the training"
         raise CheckFailed(f"expected a last checkpoint at step {script.steps}, found one at {max(steps)}: {hint}")
@@ -56,22 +60,17 @@ def hint_on_missing_checkpoint(runs: Runs) -> str:
     return "save every {save_every} steps, and keep at least two checkpoints if the script deletes older ones"
 
 
-def describe_no_checkpoints(run: Path) -> str:
-    """Return what a run has in the place of checkpoints that are named by their step."""
-    names = sorted(str(file.relative_to(run)) for file in files_of_checkpoint(run))
-    if not names:
-        return "the script saved nothing in {run}: pass {run} to the option that sets its output directory"
-    found = ", ".join(names[:3])
-    return f"no checkpoint is named by its step, as `step_4` is; found {found}: put the step into the name"
-
-
 def check_recognized(runs: Runs) -> str:
     """Check that both checkpoints can be read and are undamaged, and say what they contain."""
     for step in (runs.script.save_every, runs.script.steps):
         damage = list_damage(runs.checkpoint_paths[step])
         if damage:
             raise CheckFailed(f"ckptkit verify found a problem: {damage[0]}")
-    require_disk_room(runs)
+    sizes = (file.stat().st_size for path in runs.checkpoint_paths.values() for file in files_of_checkpoint(path))
+    needed, free = _COPIES * sum(sizes), shutil.disk_usage(runs.room).free
+    if free < needed:
+        message = f"the proof needs {format_bytes(needed)} in {runs.room}, and the disk has {format_bytes(free)} free"
+        raise CheckFailed(f"{message}: use a smaller model, or another --run")
     state = runs.middle_state
     if not state.tensors:
         raise CheckFailed(f"{state.path.name} contains no tensors")
@@ -82,22 +81,19 @@ def check_recognized(runs: Runs) -> str:
     return f"{' and '.join(state.formats)}{who}: {', '.join(known)}{missing}{unread}"
 
 
-def require_disk_room(runs: Runs) -> None:
-    """Raise `CheckFailed` if the disk has no room for the copies that the checks need."""
-    needed = _COPIES * sum(nbytes_of_checkpoint(path) for path in runs.checkpoint_paths.values())
-    free = shutil.disk_usage(runs.room).free
-    if free < needed:
-        message = f"the proof needs {format_bytes(needed)} in {runs.room}, and the disk has {format_bytes(free)} free"
-        raise CheckFailed(f"{message}: use a smaller model, or another --run")
-
-
 def check_finite_losses(runs: Runs) -> str:
     """Check that the uninterrupted run printed a finite loss for each step."""
     if runs.script.loss is None:
         raise CheckSkipped("no --loss: only checkpoints are compared")
     losses = runs.find_losses_by_step
+    if not runs.uninterrupted.losses and runs.script.find_loss_file_and_key:
+        file, key = runs.script.find_loss_file_and_key
+        there = "" if (runs.uninterrupted.run / file).is_file() else ", which does not exist"
+        raise CheckFailed(f"--loss: found no line with the key {key} in {{run}}/{file}{there}: {_NO_LOSS}")
     if not runs.uninterrupted.losses:
-        raise CheckFailed(describe_no_losses(runs))
+        lines = ", ".join(f"`{line}`" for line in runs.uninterrupted.last_output_lines(_SHOWN)) or "nothing"
+        ending = f"matches no line of the output, which ends with {lines}"
+        raise CheckFailed(f"--loss: `{runs.script.loss}` {ending}: {_NO_LOSS}")
     if losses is None:  # more can also be of an evaluation, or of a step after the last
         found = len(runs.uninterrupted.losses)
         expected = f"expected a loss for each of {runs.script.steps} steps"
@@ -110,16 +106,6 @@ def check_finite_losses(runs: Runs) -> str:
     early, late = sum(means[:half]) / half, sum(means[half:]) / (len(means) - half)
     falls = "falls" if late < early else "does not fall, as it need not in so few steps"
     return f"{len(means)} losses; the mean {falls}: {early:.4g}, then {late:.4g}"
-
-
-def describe_no_losses(runs: Runs) -> str:
-    """Return that --loss matches nothing, and the last lines of what the uninterrupted run printed."""
-    if runs.script.find_loss_file_and_key:
-        file, key = runs.script.find_loss_file_and_key
-        there = "" if (runs.uninterrupted.run / file).is_file() else ", which does not exist"
-        return f"--loss: found no line with the key {key} in {{run}}/{file}{there}: {_NO_LOSS}"
-    lines = ", ".join(f"`{line}`" for line in runs.uninterrupted.last_output_lines(_SHOWN)) or "nothing"
-    return f"--loss: `{runs.script.loss}` matches no line of the output, which ends with {lines}: {_NO_LOSS}"
 
 
 def check_determinism(runs: Runs) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite, sqrt
 from typing import Any
@@ -72,8 +72,24 @@ def group_differences(
     measured = measure_tensors(a, b)
     found = []
     for group in groups:
-        difference = find_group_difference(group, a, b, measured, tolerance)
-        if difference is not None and not tolerance.is_within(difference):
+        names = dict.fromkeys((*a.names_in(group), *b.names_in(group)))
+        different = [
+            name
+            for name in names
+            if name not in tolerance.volatile and (name in measured or has_other_value(name, a, b))
+        ]
+        if not different:
+            continue
+        distance = relative_distance(measured[name] for name in different if name in measured)
+        unmeasured = [name for name in different if name not in measured]
+        first = unmeasured[0] if unmeasured else different[0]
+        values = None
+        if unmeasured and first in a.values and first in b.values:
+            values = (a.values[first].value, b.values[first].value)
+        elif unmeasured:
+            distance = inf  # one side does not have it
+        difference = GroupDifference(group, len(different), first, distance, values)
+        if not tolerance.is_within(difference):
             found.append(difference)
     return found
 
@@ -89,54 +105,20 @@ def measure_control_tolerance(a: CheckpointContents, b: CheckpointContents) -> C
     return ControlTolerance({group: found for group, found in distances.items() if found}, frozenset(volatile))
 
 
-def find_group_difference(
-    group: str,
-    a: CheckpointContents,
-    b: CheckpointContents,
-    measured: Mapping[str, Distance],
-    tolerance: ControlTolerance,
-) -> GroupDifference | None:
-    """Return how one group differs, None if it does not."""
-    names = [name for name in dict.fromkeys((*a.names_in(group), *b.names_in(group))) if name not in tolerance.volatile]
-    different = [name for name in names if name in measured or has_other_value(name, a, b)]
-    if not different:
-        return None
-    distance = relative_distance(measured[name] for name in different if name in measured)
-    unmeasured = [name for name in different if name not in measured]
-    first = unmeasured[0] if unmeasured else different[0]
-    if unmeasured and first in a.values and first in b.values:
-        return GroupDifference(group, len(different), first, distance, (a.values[first].value, b.values[first].value))
-    if unmeasured:
-        distance = inf  # one side does not have it
-    return GroupDifference(group, len(different), first, distance)
-
-
 def has_other_value(name: str, a: CheckpointContents, b: CheckpointContents) -> bool:
     """Return whether an entry that was not measured is on one side only, or a scalar with another value."""
     if name in a.values and name in b.values:
-        return not is_same_scalar(a.values[name].value, b.values[name].value)
+        one, two = a.values[name].value, b.values[name].value
+        return type(one) is not type(two) or not (one == two or (one != one and two != two))  # noqa: PLR0124 - NaN is not itself
     if name in a.tensors and name in b.tensors:
-        one, two = (state.tensors[name] for state in (a, b))
-        return one.layout.tensors[one.name].spec != two.layout.tensors[two.name].spec
+        ours, theirs = a.tensors[name], b.tensors[name]
+        return ours.layout.tensors[ours.name].spec != theirs.layout.tensors[theirs.name].spec
     return True
-
-
-def is_same_scalar(one: Any, two: Any) -> bool:
-    return type(one) is type(two) and (one == two or (one != one and two != two))  # noqa: PLR0124 - NaN is not itself
 
 
 def measure_tensors(a: CheckpointContents, b: CheckpointContents) -> dict[str, Distance]:
     """Return the distance of each tensor that both have in one shape and dtype and whose elements differ."""
-    found: dict[str, Distance] = {}
-    for one, two, names in comparable_layouts(a, b):
-        distances = compare_layouts(locate_all_chunks(one), locate_all_chunks(two)).distances
-        differing = {inner: distance for inner, distance in distances.items() if distance.different or distance.strange}
-        found |= {name: differing[inner] for inner, name in names.items() if inner in differing}
-    return found
-
-
-def comparable_layouts(a: CheckpointContents, b: CheckpointContents) -> Iterator[tuple[Layout, Layout, dict[str, str]]]:
-    """Return pairs of layouts with the same tensors, and the names of these in the states by those in the layouts."""
+    # Each pair of layouts is read once. `shared` has the names of its tensors in the states by those in the layouts.
     shared: dict[tuple[int, int], dict[str, str]] = {}
     layouts: dict[int, Layout] = {}
     for name, one in a.tensors.items():
@@ -145,8 +127,14 @@ def comparable_layouts(a: CheckpointContents, b: CheckpointContents) -> Iterator
             continue
         layouts |= {id(one.layout): one.layout, id(two.layout): two.layout}
         shared.setdefault((id(one.layout), id(two.layout)), {})[one.name] = name
-    for (first, second), names in shared.items():
-        yield with_tensors_only(layouts[first], names), with_tensors_only(layouts[second], names), names
+    found: dict[str, Distance] = {}
+    for pair, names in shared.items():
+        ours, theirs = (locate_all_chunks(with_tensors_only(layouts[key], names)) for key in pair)
+        distances = compare_layouts(ours, theirs).distances
+        for inner, name in names.items():
+            if inner in distances and (distances[inner].different or distances[inner].strange):
+                found[name] = distances[inner]
+    return found
 
 
 def with_tensors_only(layout: Layout, names: Iterable[str]) -> Layout:

@@ -46,12 +46,18 @@ class Container:
         """Return its value, read inertly."""
         data = self.read_bytes()
         with errors_at(path=self.file):
-            if self.kind != "json":
-                return inert_pickle.load(extract_pickle(data) if self.kind == "archive" else data, ANY_NAME)[0]
-            try:
-                return json.loads(data)
-            except ValueError as error:
-                raise Unsupported(f"not JSON: {error}") from None
+            if self.kind == "json":
+                try:
+                    return json.loads(data)
+                except ValueError as error:
+                    raise Unsupported(f"not JSON: {error}") from None
+            if self.kind == "archive":
+                with ZipFile(io.BytesIO(data)) as archive:
+                    name = next((name for name in archive.namelist() if name.endswith(f"/{_PICKLE}")), None)
+                    if name is None:
+                        raise Unsupported(f"expected `{_PICKLE}` in the archive, found none")
+                    data = archive.read(name)
+            return inert_pickle.load(data, ANY_NAME)[0]
 
     def write_value(self, value: Any) -> None:
         """Write another value in its place. Raises `Unsupported` if that cannot be pickled here, or is longer."""
@@ -67,15 +73,6 @@ class Container:
         with self.file.open("r+b") as file:
             file.seek(self.offset)
             file.write(data)
-
-
-def extract_pickle(archive: bytes) -> bytes:
-    """Return the pickle in an archive of torch.save."""
-    with ZipFile(io.BytesIO(archive)) as opened:
-        name = next((name for name in opened.namelist() if name.endswith(f"/{_PICKLE}")), None)
-        if name is None:
-            raise Unsupported(f"expected `{_PICKLE}` in the archive, found none")
-        return opened.read(name)
 
 
 def with_pickle(archive: bytes, pickle: bytes, nbytes: int | None = None) -> bytes:

@@ -98,19 +98,14 @@ def execute_command(
         shell=True, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, _MARK: mark},
     )  # fmt: skip
     try:
-        exit_code = wait_for_exit(process, started + script.time_limit, watch)
+        exit_code = None
+        while exit_code is None and time.monotonic() < started + script.time_limit and not watch():
+            with suppress(subprocess.TimeoutExpired):
+                exit_code = process.wait(_POLL)
         seconds = time.monotonic() - started
     finally:
         kill_processes(process, mark)
     return Execution(run, log, exit_code, read_losses(script, run, log), seconds)
-
-
-def wait_for_exit(process: subprocess.Popen[bytes], deadline: float, watch: Callable[[], bool]) -> int | None:
-    """Return the exit code of a process; None once it has to be ended."""
-    while time.monotonic() < deadline and not watch():
-        with suppress(subprocess.TimeoutExpired):
-            return process.wait(_POLL)
-    return None
 
 
 def kill_processes(process: subprocess.Popen[bytes], mark: str) -> None:
@@ -140,21 +135,19 @@ def read_losses(script: ScriptOptions, run: Path, log: Path) -> tuple[float, ...
     if script.find_loss_file_and_key:
         file, key = script.find_loss_file_and_key
         path = run / file
-        lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-        return tuple(loss for line in lines if (loss := find_loss_in(line, key)) is not None)
+        losses = []
+        for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else []:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict) and key in found:
+                losses.append(float_or_nan(found[key]))
+        return tuple(losses)
     if script.loss is None:
         return ()
     text = log.read_text("utf-8", "replace").partition("\n")[2]  # without the command itself
     return tuple(map(float_or_nan, re.findall(script.loss, text)))
-
-
-def find_loss_in(line: str, key: str) -> float | None:
-    """Return the loss in a line of JSON, None if there is none."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return float_or_nan(found[key]) if isinstance(found, dict) and key in found else None
 
 
 def float_or_nan(text: object) -> float:

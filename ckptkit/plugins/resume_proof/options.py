@@ -50,8 +50,15 @@ class ScriptOptions:
         if self.steps <= self.save_every or self.steps % self.save_every:
             message = f"--steps: expected a multiple of {self.save_every} (--save-every) above it, found {self.steps}"
             raise Usage(message, hint="pass twice the value of --save-every")
-        if self.loss is not None:
-            check_loss_pattern(self.loss)
+        if self.loss is None or ("(" not in self.loss and all(self.loss.rpartition(":")[::2])):  # none, or FILE:KEY
+            return
+        try:
+            groups = re.compile(self.loss).groups
+        except re.error as error:
+            raise Usage(f"--loss: expected a regular expression, found {self.loss!r}: {error}") from None
+        if groups != 1:
+            hint = r"write `loss ([0-9.]+)`, or FILE:KEY for JSON lines"
+            raise Usage(f"--loss: expected a pattern with one group, found {groups} in {self.loss!r}", hint=hint)
 
     def command_line(self, run: Path, nproc: int, checkpoint: Path | None) -> str:
         """Return the command with its placeholders filled in; to resume if there is a checkpoint."""
@@ -85,16 +92,3 @@ def check_template_placeholders(template: str, option: str) -> None:
         if match[1] not in _KNOWN:
             known = ", ".join(f"{{{name}}}" for name in _KNOWN)
             raise Usage(f"{option}: expected a placeholder of {known}, found {match[0]}")
-
-
-def check_loss_pattern(loss: str) -> None:
-    """Raise `Usage` for a pattern of losses that is neither a regular expression with one group nor FILE:KEY."""
-    if "(" not in loss and all(loss.rpartition(":")[::2]):
-        return
-    try:
-        groups = re.compile(loss).groups
-    except re.error as error:
-        raise Usage(f"--loss: expected a regular expression, found {loss!r}: {error}") from None
-    if groups != 1:
-        hint = r"write `loss ([0-9.]+)`, or FILE:KEY for JSON lines"
-        raise Usage(f"--loss: expected a pattern with one group, found {groups} in {loss!r}", hint=hint)

@@ -59,23 +59,17 @@ def check_group_restored(runs: Runs, group: str) -> str:
         return f"{what}; that changed {', '.join(one.group for one in found)} at step {runs.script.steps}"
     if not runs.is_finite:
         raise CheckSkipped(f"{what}; the resumed run ends with NaN or infinite weights, which hide the change")
-    if not may_cause_difference(runs, group):
+    differing = {gap.group for gap in runs.group_differences}
+    if group == STEP:
+        is_other_at_end = bool(differing & {STEP, OPTIMIZER_STEP}) or has_other_steps(runs)
+    else:
+        is_other_at_end = group in differing
+    if not is_other_at_end:  # such as a learning rate that the script computes from the step
         runs.unread.append(group)
         raise CheckSkipped(f"{what}; the script computes {group} anew, and ends with the right value")
     runs.lost.append(group)
     lost = f"nothing changed at step {runs.script.steps}, so the script does not restore it"
     raise CheckFailed(f"{group}: {what}, and {lost}: {IMPERATIVES[group]}")
-
-
-def may_cause_difference(runs: Runs, group: str) -> bool:
-    """Return whether a group that is not read also differs at the end of the resumed run.
-
-    A script may compute a state anew, such as a learning rate from the step: it is then the same at the end.
-    """
-    differing = {gap.group for gap in runs.group_differences}
-    if group == STEP:
-        return bool(differing & {STEP, OPTIMIZER_STEP}) or has_other_steps(runs)
-    return group in differing
 
 
 def check_loaded_in_place(runs: Runs) -> str:
@@ -90,7 +84,9 @@ def check_loaded_in_place(runs: Runs) -> str:
         if not resumed.is_done:
             raise CheckSkipped(f"with a learning rate of 0: {resumed.describe_failure()}")
         frozen = runs.state_at_end(resumed)
-        if not is_still_frozen(runs.middle_state, frozen):
+        values = runs.middle_state.values
+        given = {name: frozen_option(name, values[name].value) for name in runs.middle_state.names_in(OPTIONS)}
+        if not all(name in frozen.values and frozen.values[name].value == value for name, value in given.items()):
             raise CheckSkipped("the script does not take its learning rate and betas from the checkpoint")
         found = list(find_misplaced_entries(runs, frozen))
     if found and not runs.has_other_weights:
@@ -104,12 +100,6 @@ def check_loaded_in_place(runs: Runs) -> str:
     return f"after steps with a learning rate of 0, {what} equal those in {runs.middle_path.name}"
 
 
-def is_still_frozen(middle: CheckpointContents, frozen: CheckpointContents) -> bool:
-    """Return whether the last checkpoint of a run has the learning rate and the betas that its first one was given."""
-    given = {name: frozen_option(name, middle.values[name].value) for name in middle.names_in(OPTIONS)}
-    return all(name in frozen.values and frozen.values[name].value == value for name, value in given.items())
-
-
 def find_misplaced_entries(runs: Runs, frozen: CheckpointContents) -> Iterator[Cause]:
     """Return each weight and moment that steps should not have changed, and that is not as in the checkpoint."""
     distances = measure_tensors(runs.middle_state, frozen)
@@ -120,18 +110,20 @@ def find_misplaced_entries(runs: Runs, frozen: CheckpointContents) -> Iterator[C
     changed = [name for name in moments if name in distances and not distances[name].rel_l2 <= _SAME]
     saved = {name: runs.middle_state.read_tensor(name) for name in moments} if changed else {}
     for name in changed:
-        origin = next((one for one in moments if are_close_arrays(saved[one], frozen.read_tensor(name))), None)
+        end = frozen.read_tensor(name)
+        alike = (one for one in moments if saved[one].shape == end.shape and np.allclose(saved[one], end, _SAME, 0))
+        origin = next(alike, None)
         where = f"`{origin}` of the checkpoint" if origin else "not the one in the checkpoint"
         yield Cause(MOMENTS, f"the optimizer's `{name}` is {where}")
 
 
-def are_close_arrays(one: np.ndarray, two: np.ndarray) -> bool:
-    return one.shape == two.shape and bool(np.allclose(one, two, rtol=_SAME, atol=0))
-
-
 def check_continues(runs: Runs) -> str:
     """Check that the resumed run ends as the uninterrupted one, or say what differs and why."""
-    outputs = differing_outputs(runs)
+    # the first tensors that differ in files which both runs wrote beside their checkpoints
+    whole, resumed = (execution.run for execution in (runs.uninterrupted, runs.resumed_run))
+    ours = read_outputs(whole, runs.checkpoint_paths.values())
+    theirs = read_outputs(resumed, (checkpoint.path for checkpoint in checkpoints_by_step(resumed).values()))
+    outputs = [gap.first for gap in group_differences(ours, theirs, runs.control_tolerance)]
     if not runs.group_differences and not outputs and not runs.lost:
         close = "bit for bit" if runs.control_tolerance.is_exact else f"within {4 * runs.control_tolerance.largest:.2g}"
         tensors, entries = len(runs.last_state.tensors), len(runs.last_state.values)
@@ -142,34 +134,30 @@ def check_continues(runs: Runs) -> str:
         first = runs.group_differences[0].first
         return f"step {runs.script.steps}: only the random state differs (`{first}`); {idle}"
     seen = "; ".join(gap.describe_difference() for gap in runs.group_differences[:3]) or ", ".join(outputs[:3])
-    causes = chain(causes_proved(runs), causes_in_entries(runs), causes_by_elimination(runs, outputs))
+    causes = chain(causes_seen(runs), causes_by_elimination(runs, outputs))
     group, why, hint = next(causes)
     different = f"different at step {runs.script.steps}: {seen}"
     raise CheckFailed(f"{different}; cause: {why}; hint: {hint or IMPERATIVES[group]}")
 
 
-def differing_outputs(runs: Runs) -> list[str]:
-    """Return the first tensors that differ in files which both runs wrote beside their checkpoints."""
-    whole, resumed = (execution.run for execution in (runs.uninterrupted, runs.resumed_run))
-    ours = read_outputs(whole, runs.checkpoint_paths.values())
-    theirs = read_outputs(resumed, (path.path for path in checkpoints_by_step(resumed).values()))
-    return [gap.first for gap in group_differences(ours, theirs, runs.control_tolerance)]
-
-
-def causes_proved(runs: Runs) -> Iterator[Cause]:
-    """Yield causes that a changed copy or the number of steps has shown."""
+def causes_seen(runs: Runs) -> Iterator[Cause]:
+    """Yield causes that a changed copy, the number of steps, or entries that depend on one group alone have shown."""
     if runs.lost:
         yield Cause(runs.lost[0], f"{' and '.join(runs.lost)} in the checkpoint not restored")
     yield from runs.misloaded
     if has_other_steps(runs):
         yield Cause(STEP, "step: the resumed run took another number of steps")
-
-
-def causes_in_entries(runs: Runs) -> Iterator[Cause]:
-    """Yield causes found in entries that depend on one group of state only, such as step counters."""
     groups, gaps = runs.middle_state.groups, {gap.group: gap for gap in runs.group_differences}
     if OPTIMIZER_STEP in gaps:
-        yield cause_of_other_count(runs, gaps[OPTIMIZER_STEP].first)
+        name = gaps[OPTIMIZER_STEP].first
+        before, expected, found = (
+            float(state.values[name].value if name in state.values else state.read_tensor(name))
+            for state in (runs.middle_state, runs.last_state, runs.resumed_state)
+        )
+        if expected - before < runs.script.steps - runs.script.save_every and SCALER not in groups:
+            yield Cause(SCALER, "the script skips optimizer steps, but the checkpoint contains no gradient scaler")
+        group = OPTIMIZER_STEP if runs.find_losses_by_step else STEP
+        yield Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
     for group in (SCHEDULER, SCALER, DATA, RANDOM):
         if group in gaps:
             yield Cause(group, f"{group}: the script does not continue with the one in {runs.middle_path.name}")
@@ -179,26 +167,8 @@ def causes_in_entries(runs: Runs) -> Iterator[Cause]:
         yield Cause(OPTIONS, gaps[OPTIONS].describe_difference())
 
 
-def cause_of_other_count(runs: Runs, name: str) -> Cause:
-    """Return why the optimizer counted another number of steps; `name` is its count.
-
-    If the uninterrupted run skipped optimizer steps, its script uses a gradient scaler.
-    """
-    before, expected, found = (
-        step_count_in(state, name) for state in (runs.middle_state, runs.last_state, runs.resumed_state)
-    )
-    if expected - before < runs.script.steps - runs.script.save_every and SCALER not in runs.middle_state.groups:
-        return Cause(SCALER, "the script skips optimizer steps, but the checkpoint contains no gradient scaler")
-    group = OPTIMIZER_STEP if runs.find_losses_by_step else STEP
-    return Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
-
-
-def step_count_in(state: CheckpointContents, name: str) -> float:
-    return float(state.values[name].value) if name in state.values else float(state.read_tensor(name))
-
-
 def causes_by_elimination(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
-    """Yield the causes that remain after `causes_proved` and `causes_in_entries`; the last one always applies."""
+    """Yield the causes that remain after `causes_seen`; the last one always applies."""
     groups, gaps = runs.middle_state.groups, {gap.group for gap in runs.group_differences}
     if has_other_first_loss(runs) and RANDOM in groups:
         yield Cause(DATA, "data position: all states were restored, but the first loss differs, so the batch does")

@@ -23,7 +23,7 @@ from ckptkit.plugins.resume_proof.compare import (
     measure_control_tolerance,
 )
 from ckptkit.plugins.resume_proof.execute import Execution, execute_command
-from ckptkit.plugins.resume_proof.find import checkpoints_by_step, copy_checkpoint, copy_run_files, files_of_checkpoint
+from ckptkit.plugins.resume_proof.find import checkpoints_by_step, copy_run_files, files_of_checkpoint
 from ckptkit.plugins.resume_proof.groups import MOMENTS, WEIGHTS
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.states import CheckpointContents, read_checkpoint_contents
@@ -203,7 +203,12 @@ class Runs:
             without = self.script.find_loss_file_and_key[0] if self.script.find_loss_file_and_key else None
             latest = (last.name, self.middle_path.name)
             copy_run_files(self.uninterrupted.run, run, latest=latest, without=without)
-        copy_checkpoint(source or self.middle_path, copy)
+        source = source or self.middle_path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, copy, symlinks=True)
+        else:
+            shutil.copy2(source, copy)
         change(copy)
         return execute_command(self.script, run, self.log_path(label), nproc or self.nproc, checkpoint=copy)
 

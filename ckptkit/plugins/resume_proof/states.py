@@ -20,7 +20,7 @@ from ckptkit.models.companions import FILES
 from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.plugins.resume_proof.containers import Container, containers_in_layout, find_container_in
 from ckptkit.plugins.resume_proof.groups import GROUPS, state_group_of
-from ckptkit.plugins.resume_proof.values import scalars_in
+from ckptkit.plugins.resume_proof.values import copy_with
 
 _OUTPUTS = (".pt", ".pth", ".bin", ".safetensors")
 Prefix = tuple[str | int, ...]
@@ -143,9 +143,13 @@ def saved_tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Itera
 def saved_values_in(container: Container) -> dict[str, SavedValue]:
     """Return the scalars in a container by name."""
     made: dict[str, SavedValue] = {}
-    for path, value in scalars_in(container.load_value()):
+
+    def visit(path: Prefix, value: Any) -> Any:
         key = (*container.prefix, *path)
         made[".".join(map(str, key))] = SavedValue(state_group_of(key, is_tensor=False), value, container, path)
+        return value
+
+    copy_with(container.load_value(), visit)
     return made
 
 

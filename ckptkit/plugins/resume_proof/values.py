@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +38,8 @@ class Copying:
             return Dict({key: self.copy_value(child, (*path, as_key_component(key))) for key, child in value.items()})
         if isinstance(value, list | tuple):
             return type(value)([self.copy_value(child, (*path, i)) for i, child in enumerate(value)])
-        if isinstance(value, Record):
-            return self.copy_record(value, path)
-        return value
-
-    def copy_record(self, value: Record, path: Path) -> Record:
+        if not isinstance(value, Record):
+            return value
         made = Record(value.of, self.copy_value(value.args, path), is_new=value.is_new)
         made.state = self.copy_value(value.state, path)
         if value.items is not None:
@@ -59,15 +56,3 @@ def as_key_component(key: object) -> str | int:
 def copy_with(value: Any, visit: Visit) -> Any:
     """Return a copy of a value whose scalars are what `visit` returns for them."""
     return Copying(visit).copy_value(value, ())
-
-
-def scalars_in(value: Any) -> Iterator[tuple[Path, Any]]:
-    """Return every scalar in a value, with its path."""
-    found: list[tuple[Path, Any]] = []
-
-    def visit(path: Path, scalar: Any) -> Any:
-        found.append((path, scalar))
-        return scalar
-
-    copy_with(value, visit)
-    return iter(found)
