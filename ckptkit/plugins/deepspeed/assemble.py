@@ -59,11 +59,11 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
     parts = [read_model_part(root, files, part, report) for part in files.parts]
     masters: dict[str, StoredTensor] = {}
     names: list[list[list[str]]] = []
-    experts = find_expert_files(root, files, parts[0].models[0])
-    sliced = parts[0].models[0].slices
-    if sliced is not None:
-        names.append(put_slices(gathering, parts, sliced, masters, root))
-    for part in () if sliced is not None else parts:
+    model = parts[0].models[0]
+    experts = find_expert_files(root, files, model)
+    if model.slices is not None:
+        names.append(put_slices(gathering, parts, model.slices, masters, root))
+    for part in () if model.slices is not None else parts:
         if part.partitions:
             names.append(put_model_part(gathering, part, masters, experts, root, report))
         elif experts is not None:
@@ -79,7 +79,7 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
         put_layer(gathering, root, name, number, masters)
     put_joined_groups(gathering, parts, names)
     put_other_entries(gathering, parts[0])
-    recorded = parts[0].models[0].saved.get("dp_world_size")
+    recorded = model.saved.get("dp_world_size")
     world_size = len(parts[0].partitions) or (recorded if type(recorded) is int and recorded > 0 else 1)
     flat = gathering.flat
     return Layout(

@@ -9,7 +9,6 @@ from pathlib import Path
 from ckptkit import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.keys import find_optimizers
-from ckptkit.checkpoints.optimizers.owners import Order
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.formats.pickles.write_pickle import dump
@@ -43,7 +42,12 @@ def draft_universal(checkpoint: Checkpoint, output: Path, options: ConvertOption
         raise Usage("this format keeps the dtypes of master weights and moments", hint="drop --dtype")
     if options.changes_names:
         raise Usage("this format keeps names and shapes", hint="convert to another format first")
-    named_layout, remarks = with_names_for_indices(checkpoint, options.order)
+    named_layout, remarks = nest_optimizers(checkpoint, checkpoint.layout, options.order)
+    for optimizer in find_optimizers(named_layout):
+        if not optimizer.has_parameter_names:
+            rekeying = rekeying_by_name(checkpoint, named_layout, optimizer, options.order, is_required=True)
+            named_layout = rekeying.apply_to(named_layout)
+            remarks.append(rekeying.remark)
     completed = complete_optimizers(checkpoint, [named_layout], options)
     (named_layout,) = completed.layouts
     options.edits.check_globs([named_layout], checkpoint.path)
@@ -73,17 +77,6 @@ def draft_universal(checkpoint: Checkpoint, output: Path, options: ConvertOption
     conversion = with_other_files(conversion, checkpoint, layouts, world_size, without_copies=True)
     copied_files = {name: path for name, path in conversion.copied_files.items() if not trainers.is_tracker(name)}
     return replace(conversion, copied_files=copied_files)
-
-
-def with_names_for_indices(checkpoint: Checkpoint, order: Order | None) -> tuple[Layout, list[str]]:
-    """Return the checkpoint with groups and names in each optimizer. Raises `Unsupported` for uncertain names."""
-    layout, remarks = nest_optimizers(checkpoint, checkpoint.layout, order)
-    for optimizer in find_optimizers(layout):
-        if not optimizer.has_parameter_names:
-            rekeying = rekeying_by_name(checkpoint, layout, optimizer, order, is_required=True)
-            layout = rekeying.apply_to(layout)
-            remarks.append(rekeying.remark)
-    return layout, remarks
 
 
 def key_paths_by_name(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
@@ -120,7 +113,10 @@ def name_in_model(name: str, weights: Weights, layout: Layout) -> str:
 
 
 def with_weight_names(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:
-    """Return the entries in `key_paths`, with the model's own names in the optimizer's lists, and weights in fp32."""
+    """Return the entries in `key_paths`, with the model's own names in the optimizer's lists.
+
+    Weights that have states, and tensors tied to them, get at least fp32.
+    """
     weights = find_weights(layout)
     rekeyed = edits.with_new_key_paths(edits.select_entries(layout, key_paths.__contains__), key_paths)
     lists = {
@@ -131,16 +127,12 @@ def with_weight_names(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layou
     for name, blob in lists.items():
         names = [name_in_model(str(one), weights, layout) for one in load_value(layout.root, blob)]
         lists[name] = with_new_value(blob, names)
-    return with_fp32_weights(replace(rekeyed, blobs={**rekeyed.blobs, **lists}))
-
-
-def with_fp32_weights(layout: Layout) -> Layout:
-    """Return the layout with at least fp32 for the weights that have states, and for the tensors tied to them."""
-    trained = {(MODEL, key[2]) for key in map(layout.key, layout.tensors) if key[:2] == (OPTIMIZER, "state")}
-    chunks = {layout.tensors[name].chunks for name in layout.tensors if layout.key(name) in trained}
+    named = replace(rekeyed, blobs={**rekeyed.blobs, **lists})
+    trained = {(MODEL, key[2]) for key in map(named.key, named.tensors) if key[:2] == (OPTIMIZER, "state")}
+    chunks = {tensor.chunks for name, tensor in named.tensors.items() if named.key(name) in trained}
 
     def choose(name: str, spec: Spec) -> DType:
-        is_half = layout.key(name)[0] == MODEL and spec.dtype.name in _HALVES
-        return DTYPES["float32"] if is_half and layout.tensors[name].chunks in chunks else spec.dtype
+        is_half = named.key(name)[0] == MODEL and spec.dtype.name in _HALVES
+        return DTYPES["float32"] if is_half and named.tensors[name].chunks in chunks else spec.dtype
 
-    return edits.cast_tensors(layout, choose)
+    return edits.cast_tensors(named, choose)

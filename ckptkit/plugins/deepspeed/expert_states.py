@@ -119,7 +119,16 @@ def put_joined_optimizers(
         rank_gathering = Gathering()
         put_states(rank_gathering, optimizer, names_of_rank, range(shared, len(names_of_rank)))
         rank_states.append(rank_gathering.flat)
-    for flat in join_auto_expert_states(rank_states) if experts.fused else rank_states:
+    if experts.fused:  # the states of AutoEP's tensors are one: tensors concatenated, scalars from rank 0
+        first = rank_states[0]
+        if any(flat.tensors.keys() != first.tensors.keys() for flat in rank_states):
+            raise Corrupt("the ranks of experts do not have the same optimizer states", hint=_HINT)
+        tensors = {
+            name: concatenate([flat.tensors[name] for flat in rank_states], 0) if tensor.spec.shape else tensor
+            for name, tensor in first.tensors.items()
+        }
+        rank_states = [replace(first, tensors=tensors)]
+    for flat in rank_states:
         for name, stored in (flat.tensors | flat.blobs).items():
             gathering.put_entry(flat.keys[name], stored)
     params: list[dict[str | int, None]] = [{} for _ in optimizers[0].groups]
@@ -127,18 +136,6 @@ def put_joined_optimizers(
         for listed, numbers in zip(params, optimizer.indices_by_group, strict=True):
             listed.update(dict.fromkeys(names_of_rank[number] for number in numbers))
     put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
-
-
-def join_auto_expert_states(own: Sequence[FlatState]) -> list[FlatState]:
-    """Return the optimizer states of AutoEP tensors as one state: tensors concatenated, scalars from rank 0."""
-    first = own[0]
-    if any(flat.tensors.keys() != first.tensors.keys() for flat in own):
-        raise Corrupt("the ranks of experts do not have the same optimizer states", hint=_HINT)
-    tensors = {
-        name: concatenate([flat.tensors[name] for flat in own], 0) if tensor.spec.shape else tensor
-        for name, tensor in first.tensors.items()
-    }
-    return [replace(first, tensors=tensors)]
 
 
 def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[IndexedOptimizer]:
@@ -169,11 +166,11 @@ def indices_if_ordered(optimizer: IndexedOptimizer) -> list[Any]:
 def expert_shapes_by_rank(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
     """Return the shapes of the trainable expert tensors of each of `ranks` ranks, in the model's order."""
     buffers = {find_name_around_number(name) for name in model.buffers} - {None}
-    fused_shapes = {
-        name: experts.auto_layers[name].slice_shape_from_full(tensor.spec.shape)
-        for name, tensor in experts.fused.items()
-    }
-    by_rank: list[dict[str, Shape]] = [dict(fused_shapes) for _ in range(ranks)]
+    slices: dict[str, Shape] = {}
+    for name, tensor in experts.fused.items():
+        layer = experts.auto_layers[name]
+        slices[name] = (layer.experts // layer.ranks, *tensor.spec.shape[1:])
+    by_rank = [dict(slices) for _ in range(ranks)]
     for file in experts.files:
         for name, value in require_dict(file.value, file.name).items():
             if is_tensor(value) and find_name_around_number(str(name)) not in buffers:

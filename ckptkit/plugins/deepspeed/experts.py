@@ -84,7 +84,10 @@ def find_expert_files(root: Path, files: DeepSpeedFiles, model: ModelStates) -> 
     Raises `Incomplete` if the file of an expert is missing, `Corrupt` for the file of an unknown expert.
     """
     with errors_at(path=root / model.path):
-        counts = expert_counts(model)
+        saved = model.saved.get("num_experts")  # early versions saved only one number
+        counts = list(require_counts(saved, "num_experts")) if isinstance(saved, list) else []
+        if 0 in counts:
+            raise Corrupt("`num_experts` lists a layer with no experts")
     if not counts and not files.experts:
         return None
     if files.layers or len(files.parts) > 1:
@@ -109,15 +112,6 @@ def find_expert_files(root: Path, files: DeepSpeedFiles, model: ModelStates) -> 
             raise Corrupt(message, path=root / name, hint=_HINT)
         read.append(file)
     return ExpertFiles(tuple(read), dict(zip(layers, counts, strict=True)), is_first)
-
-
-def expert_counts(model: ModelStates) -> list[int]:
-    """Return the number of experts of each expert layer; [] for early versions, which saved only one number."""
-    counts = model.saved.get("num_experts")
-    per_layer = list(require_counts(counts, "num_experts")) if isinstance(counts, list) else []
-    if 0 in per_layer:
-        raise Corrupt("`num_experts` lists a layer with no experts")
-    return per_layer
 
 
 def check_expert_files(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:

@@ -86,14 +86,19 @@ def read_partition(file: StateFile) -> Partition:
     settings = require_each(optimizer.get("param_groups"), require_dict, "param_groups")
     masters = require_type(saved[_FLAT_3 if cuts_each else _FLAT], list, _FLAT_3 if cuts_each else _FLAT)
     states, count = dict_or_empty(optimizer.get("state"), "state"), len(masters)
-    numbers = parameter_group_indices(settings, count)
+    # for each group or sub-group the index of the parameter group that lists it
+    lists = [require_counts(group.get("params"), "params") for group in settings]
+    listed = sorted(number for numbers in lists for number in numbers)
+    if listed != list(range(count)):
+        raise Corrupt(f"expected numbers 0 to {count - 1} in the parameter groups, each once; found {listed[:8]}")
+    group_of = {number: i for i, numbers in enumerate(lists) for number in numbers}
     ranks, paddings = saved.get("partition_count"), saved.get("param_alignment_paddings")
     ranks = ranks if isinstance(ranks, list) else [ranks] * count  # one number stands for all groups
     counts = require_each(ranks, require_count, "partition_count", groups=count)
     paddings = [[]] * count if paddings is None else paddings
     gaps = require_each(paddings, require_counts, "param_alignment_paddings", groups=count)
     groups = tuple(
-        read_group_shard(flattening, masters[i], states.get(i), counts[i], numbers[i], gaps[i]) for i in range(count)
+        read_group_shard(flattening, masters[i], states.get(i), counts[i], group_of[i], gaps[i]) for i in range(count)
     )
     others = {key: value for key, value in saved.items() if key not in _USED}
     return Partition(file.name, flattening, groups, tuple(settings), others, cuts_each)
@@ -127,13 +132,3 @@ def find_flat_buffer(flattening: Flattening, value: Any, name: str) -> Chunk | N
     if len(chunk.box.size) > 1 or chunk.strides is not None:
         raise Unsupported(f"expected one flat buffer as `{name}` of a group, found shape {list(chunk.box.size)}")
     return chunk if chunk.box.size else None
-
-
-def parameter_group_indices(settings: list[dict[str | int, Any]], count: int) -> list[int]:
-    """Return for each group or sub-group the index of the parameter group that lists it."""
-    lists = [require_counts(group.get("params"), "params") for group in settings]
-    listed = sorted(number for numbers in lists for number in numbers)
-    if listed != list(range(count)):
-        raise Corrupt(f"expected numbers 0 to {count - 1} in the parameter groups, each once; found {listed[:8]}")
-    group_of = {number: i for i, numbers in enumerate(lists) for number in numbers}
-    return [group_of[number] for number in range(count)]

@@ -81,7 +81,7 @@ def full_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
     """Return the full shape of a parameter, given the `shape` on one rank (fused experts, tensor parallelism)."""
     if model.slices is not None:
         return model.slices.slicing_of(name).shape
-    return model.auto_layers[name].full_shape_from_slice(shape) if name in model.auto_layers else shape
+    return (model.auto_layers[name].experts, *shape[1:]) if name in model.auto_layers else shape
 
 
 def path_from_root(*names: str) -> str:
@@ -125,13 +125,22 @@ def put_parameter_file(
 ) -> None:
     """Put the only tensor of a file: master weight, optimizer state or step.
 
-    Reports a file that cannot be read, and puts unreadable chunks instead. A step has no known shape and is left out.
+    A flat tensor gets its known `shape`. Reports a file that cannot be read or has another number of elements, and puts
+    unreadable chunks instead. A step has no known shape and is left out.
     """
     key_path = (MODEL, name) if state_name == MASTER else (*STATE, name, state_name)
     try:
         if not is_existing_path(root / path):
             raise missing_parameter_file_error(root / path)
-        gathering.put_entry(key_path, read_parameter_file(root, path, state_name, shape))
+        file = read_state_file(root, path)
+        value = require_dict(file.value, path).get("param") if find_dict_items(file.value) is not None else file.value
+        stored = Flattening(file.entries, path).make_entry(value)
+        if not isinstance(stored, Blob) and state_name != STEP and stored.spec.shape != shape:
+            (chunk,) = stored.chunks
+            if stored.spec.shape != (prod(shape),) or chunk.strides is not None:
+                raise Corrupt(f"expected [{prod(shape)}] (`param_shapes`), found {list(stored.spec.shape)}")
+            stored = StoredTensor(Spec(stored.spec.dtype, shape), (chunk._replace(box=full_box(shape)),))
+        gathering.put_entry(key_path, stored)
     except CkptError as error:
         if state_name == STEP:
             report(error.blame(tensor=".".join(key_path)))
@@ -139,23 +148,6 @@ def put_parameter_file(
         report(error.blame(path=root / path))
         unreadable = Chunk.unreadable(full_box(shape), path, _KEPT)
         gathering.put_entry(key_path, StoredTensor(Spec(_KEPT, shape), (unreadable,)))
-
-
-def read_parameter_file(root: Path, path: str, state_name: str, shape: Shape) -> StoredTensor | Blob:
-    """Return the tensor or the non-tensor entry in a file of a parameter; a flat tensor gets its known `shape`.
-
-    Raises `Corrupt` if the number of elements differs.
-    """
-    file = read_state_file(root, path)
-    flattening = Flattening(file.entries, path)
-    value = require_dict(file.value, path).get("param") if find_dict_items(file.value) is not None else file.value
-    stored = flattening.make_entry(value)
-    if isinstance(stored, Blob) or state_name == STEP or stored.spec.shape == shape:
-        return stored
-    (chunk,) = stored.chunks
-    if stored.spec.shape != (prod(shape),) or chunk.strides is not None:
-        raise Corrupt(f"expected [{prod(shape)}] (`param_shapes`), found {list(stored.spec.shape)}")
-    return StoredTensor(Spec(stored.spec.dtype, shape), (chunk._replace(box=full_box(shape)),))
 
 
 def put_untrained_and_tied(gathering: Gathering, model: ModelStates, trained: Mapping[str, StoredTensor]) -> None:

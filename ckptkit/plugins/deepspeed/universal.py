@@ -24,7 +24,7 @@ from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.io.file import is_existing_path, read_small, require_plain_file_name
-from ckptkit.layout import Extent, FileOffset, Layout, NewFile, StoredTensor, WriterOptions
+from ckptkit.layout import Extent, FileOffset, Layout, NewFile, WriterOptions
 from ckptkit.layout.box import full_box
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.experts import find_name_around_number
@@ -90,25 +90,10 @@ class UniversalEntries:
             raise Mismatch("expected optimizer states by parameter name, found none", path=wanted.root, hint=hint)
         return entries
 
-    def tied_weights(self, wanted: Layout) -> dict[str, str]:
-        """Return the weights that share their storage with a trained weight, mapped to the name of that weight."""
-        trained = {
-            key: name for name in self.states if (key := find_stored_weight(wanted, self.weights[name])) is not None
-        }
-        stored_weights = {
-            name: find_stored_weight(wanted, entry) for name, entry in self.weights.items() if name not in self.states
-        }
-        return {name: trained[stored] for name, stored in stored_weights.items() if stored in trained}
 
-
-def find_stored_weight(wanted: Layout, entry: str) -> StoredTensor | None:
-    """Return the stored tensor of a weight; None for a non-tensor entry or a tensor without data."""
-    stored = wanted.tensors.get(entry)
-    return stored if stored and stored.chunks else None
-
-
-def require_no_experts(wanted: Layout, entries: UniversalEntries) -> None:
-    """Raise `Unsupported` for a model with experts."""
+def universal_files(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
+    """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
+    entries = UniversalEntries.of(wanted)
     hint = "pass --to dcp or --to pt"
     expert = next(filter(find_name_around_number, entries.weights), None)
     if expert is not None:
@@ -117,12 +102,6 @@ def require_no_experts(wanted: Layout, entries: UniversalEntries) -> None:
     if LAYERS in entries.others:
         message = f"`{LAYERS}` lists experts that AutoEP fused: ckptkit cannot write the marks that their files need"
         raise Unsupported(message, path=wanted.root, hint=hint)
-
-
-def universal_files(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]:
-    """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
-    entries = UniversalEntries.of(wanted)
-    require_no_experts(wanted, entries)
     steps = Storages(wanted).pickled_value_of("global_steps") if "global_steps" in wanted.blobs else None
     tag = f"global_step{steps}" if type(steps) is int and steps >= 0 else "universal"
     for parameter, states in entries.states.items():
@@ -152,7 +131,12 @@ def make_model_states_file(
 ) -> NewFile:
     """Return a model-states file: shapes by name, and with `with_module` also the untrained entries."""
     storages = Storages(wanted)
-    tied = entries.tied_weights(wanted)
+    # a weight is tied if it shares its storage with a trained weight
+    weights = {name: wanted.tensors[entry] for name, entry in entries.weights.items() if entry in wanted.tensors}
+    trained = {weights[name]: name for name in entries.states if name in weights and weights[name].chunks}
+    tied = {
+        name: trained[weight] for name, weight in weights.items() if name not in entries.states and weight in trained
+    }
     kept = [name for name in entries.weights if name not in entries.states and name not in tied]
     others = [name for name in entries.others if wanted.key(name)[0] not in _OF_OPTIMIZER | _DROPPED]
     saved_names = others if with_module else [name for name in others if name in wanted.blobs]

@@ -8,7 +8,7 @@ or the shapes are unique.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,7 +185,12 @@ def find_names_in_order(
     The order comes from recorded names, from shapes that allow only one assignment, or from `parameters` if
     `is_in_order`. The shapes of all optimizer states and master weights must agree with it.
     """
-    moments = dict(shapes_of_states(optimizer.states))
+    moments: dict[int, Shape] = {}
+    for number, state in optimizer.states.items():
+        values = require_dict(state, "state").values()
+        shapes = {require_tensor_shape(value) for value in values if is_tensor(value)} - {()}
+        if len(shapes) == 1:
+            moments[require_count(number, "state")] = shapes.pop()
     masters = {number: require_tensor_shape(value) for number, value in enumerate(optimizer.masters)}
     try:
         recorded = read_recorded_names(
@@ -202,7 +207,7 @@ def find_names_in_order(
     parameters = {name_of_index[number]: parameters[name_of_index[number]] for number in sorted(name_of_index)}
     if not is_counted_from_zero([numbers]) or len(masters or moments) != len(parameters):
         return []
-    agrees = [find_certain(match_in_order, [numbers], shapes, parameters) is not None for shapes in (moments, masters)]
+    agrees = [find_certain(match_in_order, [numbers], known, parameters) is not None for known in (moments, masters)]
     return list(parameters) if all(agrees) else []
 
 
@@ -219,16 +224,6 @@ def trained_shapes(model: ModelStates) -> dict[str, Shape]:
             seen.add(storage_view)
             shapes[str(name)] = tensor.shape
     return shapes
-
-
-def shapes_of_states(states: Mapping[str | int, Any]) -> Iterator[tuple[int, Shape]]:
-    """Yield the parameter index and the shape of the optimizer states of each parameter that has states."""
-    for number, state in states.items():
-        shapes = {
-            require_tensor_shape(value) for value in require_dict(state, "state").values() if is_tensor(value)
-        } - {()}
-        if len(shapes) == 1:
-            yield require_count(number, "state"), shapes.pop()
 
 
 def require_tensor_shape(value: Any) -> Shape:

@@ -141,21 +141,17 @@ def join_group_parameters(
         yield make_parameter(name, shape, groups[0], [cut_tensor_from_flat(pieces, at, shape) for pieces in flats])
         end = at + prod(shape)
         at = end + padding
+    # the buffers contain the named parameters, plus at most the padding at the end
     for buffers in every:
-        check_buffer_lengths(buffers, end, root)
-
-
-def check_buffer_lengths(buffers: Sequence[Chunk], needed: int, root: Path) -> None:
-    """Raise `Corrupt` unless the buffers contain `needed` elements plus at most the padding at the end."""
-    size, total = buffers[0].box.numel, sum(buffer.box.numel for buffer in buffers)
-    for buffer in buffers[1:]:
-        numel = buffer.box.numel
-        if numel > size or (numel < size and buffer is not buffers[-1]):
-            message = f"expected a buffer of {size} elements as in `{buffers[0].path}`, found {numel}"
-            raise Corrupt(message, path=root / buffer.path, hint=_HINT)
-    if not needed <= total < needed + _ALIGNMENT * len(buffers):
-        message = f"expected {needed} elements of the named parameters, found {total} on {len(buffers)} ranks"
-        raise Corrupt(message, path=root / buffers[0].path, hint=_HINT)
+        size, total = buffers[0].box.numel, sum(buffer.box.numel for buffer in buffers)
+        for buffer in buffers[1:]:
+            numel = buffer.box.numel
+            if numel > size or (numel < size and buffer is not buffers[-1]):
+                message = f"expected a buffer of {size} elements as in `{buffers[0].path}`, found {numel}"
+                raise Corrupt(message, path=root / buffer.path, hint=_HINT)
+        if not end <= total < end + _ALIGNMENT * len(buffers):
+            message = f"expected {end} elements of the named parameters, found {total} on {len(buffers)} ranks"
+            raise Corrupt(message, path=root / buffers[0].path, hint=_HINT)
 
 
 def join_sub_group_parameters(
