@@ -19,7 +19,7 @@ from ckptkit.layout import Layout, WriterOptions
 from ckptkit.layout.plan import Operand
 from ckptkit.plugins.deltas.as_consolidated import ConsolidatedView, open_as_consolidated
 from ckptkit.state.directories import require_free_or_replaceable, require_outside, require_separate_destination
-from ckptkit.state.draft import Conversion, Draft
+from ckptkit.state.draft import Conversion
 from ckptkit.state.options import Keywords
 from ckptkit.state.pipeline import write_output
 from ckptkit.state.report import Converted, complete_result, predict_result
@@ -92,27 +92,22 @@ def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> 
         check_delta(delta)
     sums = checksum_by_tensor(base.layout, jobs=jobs)
     chain.check_base(base.layout, sums)
-    conversion = replace(
-        base.conversion,
-        drafts=[draft_with_changes(base, chain, sums)],
-        origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in chain.deltas)],
-    )
-    return with_not_copied_files(conversion, [base.checkpoint])
-
-
-def draft_with_changes(base: ConsolidatedView, chain: DeltaChain, sums: Mapping[str, int]) -> Draft:
-    """Return the draft of `base` with the changes of the chain, in the shards of `base`."""
     draft = base.draft
     options = WriterOptions(base.conversion.options.max_shard_size, places=find_file_by_tensor(base))
-    read_paths = [path for delta in chain.deltas for path in (delta.path / name for name in sorted(delta.layout.files))]
-    return replace(
+    changed = replace(
         draft,
         sources=(*draft.sources, *(delta.layout for delta in chain.deltas)),
-        read=(*draft.read, *read_paths),
+        read=(*draft.read, *(delta.path / name for delta in chain.deltas for name in sorted(delta.layout.files))),
         files=draft.writer.lay_out_files(draft.wanted, options),
         recipes=patch_recipes_by_name(chain, draft.wanted),
         sums={**sums, **chain.final_checksums},
     )
+    conversion = replace(
+        base.conversion,
+        drafts=[changed],
+        origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in chain.deltas)],
+    )
+    return with_not_copied_files(conversion, [base.checkpoint])
 
 
 def find_file_by_tensor(base: ConsolidatedView) -> Mapping[str, str] | None:

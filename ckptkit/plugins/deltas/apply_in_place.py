@@ -67,39 +67,29 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
         is_completed = is_existing_path(path / JOURNAL)
         if is_completed:
             in_place.complete_journal(path)
-        model = open_contiguous_model(path)
+        component = Checkpoint.open(path).model_component
+        model = replace(locate_all_chunks(component.layout), blobs={}, twins={}, keys={})
+        if model.format != "hf" or model.world_size is not None or component.path != path:
+            hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
+            raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
         sums = checksum_by_tensor(model)
         complete, unfinished = find_deltas(source)
         chain = find_continuing_chain(model, sums, complete, source)
         if not chain.deltas:
             return ChangedInPlace(path, (), is_completed=is_completed, unfinished=unfinished)
-        require_own_files(path, model)
+        for file in sorted(path / name for name in model.files):  # the other names of a file would change too
+            hint = f"copy the model with `cp -rL {path} COPY`, and pass COPY"
+            if file.is_symlink():
+                raise Unsafe("the file is a symbolic link, whose target would change", path=file, hint=hint)
+            with translate_os_errors(file):
+                links = file.stat().st_nlink
+            if links > 1:
+                message = f"the file has {links} names (hard links), and all of them would change"
+                raise Unsafe(message, path=file, hint=hint)
         record = in_place.write_change_journal(path, model, sums, chain)
         in_place.complete_journal(path)
     applied = tuple(delta.path for delta in chain.deltas)
     return ChangedInPlace(path, applied, len(record.tensors), record.changed, is_completed, unfinished)
-
-
-def open_contiguous_model(path: Path) -> Layout:
-    """Return the layout of a Hugging Face model in which every tensor is contiguous in one file."""
-    component = Checkpoint.open(path).model_component
-    layout = replace(locate_all_chunks(component.layout), blobs={}, twins={}, keys={})
-    if layout.format != "hf" or layout.world_size is not None or component.path != path:
-        hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
-        raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
-    return layout
-
-
-def require_own_files(path: Path, model: Layout) -> None:
-    """Raise `Unsafe` for a file that has other names too: a change in place would change those as well."""
-    for file in sorted(path / name for name in model.files):
-        hint = f"copy the model with `cp -rL {path} COPY`, and pass COPY"
-        if file.is_symlink():
-            raise Unsafe("the file is a symbolic link, whose target would change", path=file, hint=hint)
-        with translate_os_errors(file):
-            links = file.stat().st_nlink
-        if links > 1:
-            raise Unsafe(f"the file has {links} names (hard links), and all of them would change", path=file, hint=hint)
 
 
 def find_deltas(root: Path) -> tuple[list[Path], tuple[Path, ...]]:

@@ -69,35 +69,26 @@ def open_both_as_consolidated(
     """
     opened = [one if isinstance(one, Checkpoint) else Checkpoint.open(to_model_path(one)) for one in (base, new)]
     found_in = [one.companions.found_in for one in opened]
-    sides = [
-        open_as_consolidated(one, consolidate_options_for(dtype, None if own else other), dst)
-        for one, own, other in zip(opened, found_in, found_in[::-1], strict=True)
-    ]
+    sides = []
+    for checkpoint, own, other in zip(opened, found_in, found_in[::-1], strict=True):
+        asked: Keywords = {"dtype": dtype} if dtype else {}
+        if own is None and other is not None:
+            asked["base"] = str(other)
+        sides.append(open_as_consolidated(checkpoint, asked, dst))
     one, two = sides
     two = replace(two, layout=locate_all_chunks(edits.cast_to_specs(two.layout, one.layout.specs)))
-    require_same_specs(one, two)
-    in_order = {name: two.layout.tensors[name] for name in one.layout.tensors}
-    return one, replace(two, layout=replace(two.layout, tensors=in_order))
-
-
-def consolidate_options_for(dtype: Sequence[str], base: Path | None) -> Keywords:
-    """Return the options of `consolidate` with these dtypes, and with the config.json in `base`."""
-    asked: Keywords = {"dtype": dtype} if dtype else {}
-    return {**asked, "base": str(base)} if base is not None else asked
-
-
-def require_same_specs(one: ConsolidatedView, two: ConsolidatedView) -> None:
-    """Raise `Mismatch` unless two checkpoints have the same names, shapes and dtypes."""
     before, after = one.layout.specs, two.layout.specs
-    for path, other, names in (
+    for path, other_path, names in (
         (one.path, two.path, sorted(before.keys() - after.keys())),
         (two.path, one.path, sorted(after.keys() - before.keys())),
     ):
         if names:
             shown = first_of([f"`{name}`" for name in names], _SHOWN)
-            message = f"expected the tensors of {other}, found others: {shown}"
+            message = f"expected the tensors of {other_path}, found others: {shown}"
             hint = "pass two checkpoints of one model; `ckptkit diff` shows what both contain"
             raise Mismatch(message, path=path, hint=hint)
     for name, spec in before.items():
         if after[name] != spec:
             raise Mismatch(f"expected {spec} as in {one.path}, found {after[name]}", path=two.path, tensor=name)
+    in_order = {name: two.layout.tensors[name] for name in one.layout.tensors}
+    return one, replace(two, layout=replace(two.layout, tensors=in_order))

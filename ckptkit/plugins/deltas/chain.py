@@ -162,7 +162,12 @@ class DeltaChain:
         self.check_specs(base)
         first, identity = self.deltas[0].record, identity_of_model(base.specs, sums)
         if identity == first.base:
-            self._check_identities(base, sums)
+            after = dict(sums)
+            for delta in self.deltas:
+                after |= {name: tensor.crc32_new for name, tensor in delta.record.tensors.items()}
+                if (result := identity_of_model(base.specs, after)) != delta.record.new:
+                    message = f"expected weights {short_id(delta.record.new)} after the delta, found {short_id(result)}"
+                    raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
             return
         if identity == self.deltas[-1].record.new:
             hint = "pass the checkpoint that the delta was made from"
@@ -174,14 +179,6 @@ class DeltaChain:
             why = f"{differ}, such as `{different[0]}`"
         message = f"expected base {short_id(first.base)}, found {short_id(identity)}: {why}"
         raise Mismatch(message, path=base.root, hint=f"pass the checkpoint that {self.deltas[0].path} was made from")
-
-    def _check_identities(self, base: Layout, sums: Mapping[str, int]) -> None:
-        after = dict(sums)
-        for delta in self.deltas:
-            after |= {name: tensor.crc32_new for name, tensor in delta.record.tensors.items()}
-            if (identity := identity_of_model(base.specs, after)) != delta.record.new:
-                message = f"expected weights {short_id(delta.record.new)} after the delta, found {short_id(identity)}"
-                raise Corrupt(message, path=delta.path / RECORD, hint=WRITE_AGAIN)
 
     def check_specs(self, base: Layout) -> None:
         """Raise `Mismatch` unless the model has all changed tensors with the same dtypes and shapes."""

@@ -5,7 +5,7 @@ Also loads and merges the changes that deltas contain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,26 +37,21 @@ def load_changes(delta: Delta, name: str) -> Changes:
     tensor = delta.record.tensors[name]
     (positions, values) = (read_delta_tensor(delta, name + suffix) for suffix in (INDICES, VALUES))
     indices: Array = np.frombuffer(positions, delta.layout.tensors[name + INDICES].spec.dtype.name)
-    check_positions(delta, name, indices, tensor.spec.numel)
+    path, numel = delta.payload_path_of(name), tensor.spec.numel
+    if indices[0] < 0 or indices[-1] >= numel or indices.max() >= numel or indices.min() < 0:
+        wrong = int(indices[(indices < 0) | (indices >= numel)][0])
+        raise Corrupt(f"expected positions from 0 to {numel - 1}, found {wrong}", path=path, tensor=name)
+    steps = np.diff(indices)
+    if (steps <= 0).any():
+        at = int((steps <= 0).argmax())
+        previous, following = int(indices[at]), int(indices[at + 1])
+        problem = f"position {previous} twice" if previous == following else f"position {following} after {previous}"
+        raise Corrupt(f"expected strictly increasing positions, found {problem}", path=path, tensor=name)
     return Changes(indices, as_unsigned_elements(values, tensor.spec.dtype.itemsize))
 
 
 def read_delta_tensor(delta: Delta, key: str) -> memoryview:
     return read_box(delta.layout, key, full_box(delta.layout.tensors[key].spec.shape))
-
-
-def check_positions(delta: Delta, name: str, positions: Array, numel: int) -> None:
-    """Raise `Corrupt` unless the positions are strictly increasing and inside the tensor."""
-    path = delta.payload_path_of(name)
-    if positions[0] < 0 or positions[-1] >= numel or positions.max() >= numel or positions.min() < 0:
-        wrong = int(positions[(positions < 0) | (positions >= numel)][0])
-        raise Corrupt(f"expected positions from 0 to {numel - 1}, found {wrong}", path=path, tensor=name)
-    steps = np.diff(positions)
-    if (steps <= 0).any():
-        at = int((steps <= 0).argmax())
-        previous, following = int(positions[at]), int(positions[at + 1])
-        problem = f"position {previous} twice" if previous == following else f"position {following} after {previous}"
-        raise Corrupt(f"expected strictly increasing positions, found {problem}", path=path, tensor=name)
 
 
 def merge_changes(changes_in_order: Sequence[Changes]) -> Changes:
@@ -131,7 +126,12 @@ def pass_changes_to(
     `sink` gets the blocks of a tensor in any order, from one thread at a time. The checksum of every chunk that has one
     is verified. Returns the CRC-32 of each tensor before and after, and the source bytes with a verified checksum.
     """
-    plan = Plan(before, after, tuple(row_major_targets(before, after)), (after,))
+    specs = before.specs
+    targets: list[Target] = []
+    for name, spec in specs.items():  # each tensor is one contiguous row-major target
+        chunk = Chunk(full_box(spec.shape), name, 0, spec.nbytes, spec.dtype)
+        targets += targets_for(name, StoredTensor(spec, (chunk,)), (before, after))
+    plan = Plan(before, after, tuple(targets), (after,))
     sources = Sources(plan, Ledger())
     sums: tuple[Checksums[str], Checksums[str]] = (Checksums(), Checksums())
 
@@ -154,15 +154,7 @@ def pass_changes_to(
 
     visit_blocks(plan, compare_block, record_block, jobs, sums=sources.is_awaiting_comparison)
     reread_unchecked_ranges(sources, jobs)
-    specs = before.specs
     before_sums, after_sums = (
         {name: checksums.find_complete(name, spec.nbytes) or 0 for name, spec in specs.items()} for checksums in sums
     )
     return before_sums, after_sums, sources.checked_bytes
-
-
-def row_major_targets(before: Layout, after: Layout) -> Iterator[Target]:
-    """Yield each tensor as a contiguous row-major target."""
-    for name, spec in before.specs.items():
-        chunk = Chunk(full_box(spec.shape), name, 0, spec.nbytes, spec.dtype)
-        yield from targets_for(name, StoredTensor(spec, (chunk,)), (before, after))

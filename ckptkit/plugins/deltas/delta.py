@@ -97,11 +97,18 @@ def delta(
         require_separate_destination(side.checkpoint, output, side.draft.writer)
     pair = ComparedPair(sides, jobs, make_progress_reporter(progress, 2 * sides[0].layout.nbytes))
     if dry_run:
-        written = pair.plan_delta(output)
+        from ckptkit.plugins.deltas.write_delta import Spool
+
+        with Spool(None, sides[0].layout.specs) as spool:
+            written = pair.make_written_delta(output, *pair.find_changes(spool))
         if not force:
             require_smaller_than_model(written)
-    elif is_remote(output):
-        written = pair.write_to_store(output, force=force)
+    elif is_remote(output):  # the copy to an object store is atomic
+        from ckptkit.hub.cp import cp
+
+        with TemporaryDirectory(prefix="ckptkit-") as temporary:
+            written = pair.write_to_directory(output, Path(temporary, "delta"), force=force, sync=False)
+            cp(Path(temporary, "delta"), output, jobs=jobs)
     else:
         written = pair.write_to_directory(output, output, force=force, sync=sync)
     return replace(written, seconds=time.perf_counter() - began)
@@ -114,22 +121,6 @@ class ComparedPair:
     sides: tuple[ConsolidatedView, ConsolidatedView]
     jobs: int | None
     told: Told | None
-
-    def plan_delta(self, output: Path) -> WrittenDelta:
-        """Return the delta that `write_to_directory` would write."""
-        from ckptkit.plugins.deltas.write_delta import Spool
-
-        with Spool(None, self.sides[0].layout.specs) as spool:
-            return self.make_written_delta(output, *self.find_changes(spool))
-
-    def write_to_store(self, output: Path, *, force: bool) -> WrittenDelta:
-        """Write the delta to a temporary directory, then copy it to an object store. The result is atomic."""
-        from ckptkit.hub.cp import cp
-
-        with TemporaryDirectory(prefix="ckptkit-") as temporary:
-            written = self.write_to_directory(output, Path(temporary, "delta"), force=force, sync=False)
-            cp(Path(temporary, "delta"), output, jobs=self.jobs)
-        return written
 
     def write_to_directory(self, output: Path, staging: Path, *, force: bool, sync: bool) -> WrittenDelta:
         """Write the delta to `output` by way of directory `staging`. The result is atomic."""
@@ -161,29 +152,26 @@ class ComparedPair:
         old, new, checked = pass_changes_to(before, after, sink, jobs=self.jobs, progress=self.told)
         return FoundChanges(after.specs, old, new, spool, filler_from_model(after, self.jobs)), checked
 
-    def notes_on_configs(self) -> Iterator[str]:
-        """Yield a note on each config and tokenizer that differs: a delta contains neither."""
-        before, after = (ModelFacts.of(side.checkpoint) for side in self.sides)
-        compared = before.compare(after)
-        if compared.differences:
-            differences = describe_differences(compared.differences, str(self.sides[1].path))
-            files = compared.described_in
-            yield f"a delta does not contain {files}, and the new model differs: {differences}; copy it too"
-        yield from before.note_on_inputs(after)
-
     def make_written_delta(self, output: Path, changes: FoundChanges, checked: int) -> WrittenDelta:
         """Return the planned delta for these changes."""
         from ckptkit.plugins.deltas.changes import nan_warnings
 
         checkpoints = [side.checkpoint for side in self.sides]
-        notes = nan_warnings(changes.spool.nan) if changes.spool.changed else ("no tensor changed",)
+        notes = [*(nan_warnings(changes.spool.nan) if changes.spool.changed else ("no tensor changed",))]
+        before, after = map(ModelFacts.of, checkpoints)
+        compared = before.compare(after)
+        if compared.differences:  # of a config or a tokenizer
+            differences = describe_differences(compared.differences, str(self.sides[1].path))
+            files = compared.described_in
+            notes.append(f"a delta does not contain {files}, and the new model differs: {differences}; copy it too")
+        notes += before.note_on_inputs(after)
         return WrittenDelta(
             base=self.sides[0].path,
             new=self.sides[1].path,
             output=output,
             record=changes.make_record(dict.fromkeys(changes.payload_specs_by_tensor, "")),
             nbytes=changes.payload_bytes,
-            notes=(*notes, *self.notes_on_configs(), *chain(*map(warn_of_inconsistent_weights, checkpoints))),
+            notes=(*notes, *chain(*map(warn_of_inconsistent_weights, checkpoints))),
             checked_bytes=checked,
             dry_run=True,
         )

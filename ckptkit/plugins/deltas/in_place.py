@@ -114,7 +114,12 @@ def complete_journal(local: Path) -> Delta:
     Raises `Corrupt` and keeps the journal if the model does not match the journal afterwards.
     """
     log = open_delta(local / JOURNAL)
-    layout = layout_ignoring_journal(local)
+
+    def report(problem: CkptError) -> None:
+        if not (isinstance(problem, Incomplete) and problem.path == local / JOURNAL):
+            raise problem
+
+    layout = require_known_format(local).read(local, report)
     for name, tensor in log.record.tensors.items():
         if layout.tensors[name].spec != tensor.spec:
             raise Mismatch(f"expected {tensor.spec}, found {layout.tensors[name].spec}", path=local, tensor=name)
@@ -126,7 +131,12 @@ def complete_journal(local: Path) -> Delta:
     touched = sorted({layout.tensors[name].chunks[0].path for name in log.record.tensors})
     for file in touched:
         sync_path(local / file)
-    require_recorded_checksums(local, layout, log.record)
+    sums = row_major_checksums(edits.select_entries(layout, log.record.tensors.__contains__))
+    for name, tensor in log.record.tensors.items():
+        if sums[name] != tensor.crc32_new:
+            message = f"expected CRC-32 {tensor.crc32_new:08x} after the change, found {sums[name]:08x}"
+            hint = "something else wrote this model: copy it from its source again"
+            raise Corrupt(message, path=local, tensor=name, hint=hint)
     renew_manifest(local, layout, log.record, touched)
     with translate_os_errors(local):
         # last: a crash before this rename repeats the whole change, which is idempotent
@@ -134,16 +144,6 @@ def complete_journal(local: Path) -> Delta:
         sync_path(local)
     remove_leftovers(local)
     return log
-
-
-def layout_ignoring_journal(local: Path) -> Layout:
-    """Return the layout of the model, and ignore its journal."""
-
-    def report(problem: CkptError) -> None:
-        if not (isinstance(problem, Incomplete) and problem.path == local / JOURNAL):
-            raise problem
-
-    return require_known_format(local).read(local, report)
 
 
 def unfinished_ranges(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> Iterator[tuple[int, memoryview]]:
@@ -161,16 +161,6 @@ def unfinished_ranges(log: Delta, name: str, chunk: Chunk, files: OpenFiles) -> 
         write_changes_into(new, start // width, changes, width)
         if new != old:
             yield start, new
-
-
-def require_recorded_checksums(local: Path, layout: Layout, record: DeltaRecord) -> None:
-    """Raise `Corrupt` unless each changed tensor has the expected CRC-32."""
-    sums = row_major_checksums(edits.select_entries(layout, record.tensors.__contains__))
-    for name, tensor in record.tensors.items():
-        if sums[name] != tensor.crc32_new:
-            message = f"expected CRC-32 {tensor.crc32_new:08x} after the change, found {sums[name]:08x}"
-            hint = "something else wrote this model: copy it from its source again"
-            raise Corrupt(message, path=local, tensor=name, hint=hint)
 
 
 def renew_manifest(local: Path, layout: Layout, record: DeltaRecord, files: list[str]) -> None:

@@ -11,7 +11,7 @@ from ckptkit.errors import Corrupt
 from ckptkit.formats.safetensors_headers import read_header_chunks
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.deltas.record import DeltaRecord, DeltaTensor, read_delta_record
+from ckptkit.plugins.deltas.record import DeltaRecord, read_delta_record
 
 VALUES, INDICES, WHOLE = ".values", ".indices", ".whole"
 _INT32, _INT64 = DTYPES["int32"], DTYPES["int64"]
@@ -26,14 +26,6 @@ def index_dtype(spec: Spec) -> str:
 def is_full_tensor_smaller(spec: Spec, changed: int) -> bool:
     """Return whether the full tensor takes less space than `changed` positions and values."""
     return changed * (DTYPES[index_dtype(spec)].itemsize + spec.dtype.itemsize) > spec.nbytes
-
-
-def payload_specs(name: str, spec: Spec, changed: int) -> dict[str, Spec]:
-    """Return the tensors, by key, that a delta stores for a tensor with `changed` changed elements."""
-    if is_full_tensor_smaller(spec, changed):
-        return {name + WHOLE: spec}
-    shape = (changed,)
-    return {name + INDICES: Spec(DTYPES[index_dtype(spec)], shape), name + VALUES: Spec(spec.dtype, shape)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +44,6 @@ class Delta:
     def nbytes(self) -> int:
         """Return the bytes of all tensor data in the delta."""
         return self.layout.nbytes
-
-    def stored_nbytes_of(self, name: str) -> int:
-        """Return the bytes that the delta stores for a changed tensor."""
-        stored = (self.layout.tensors.get(name + suffix) for suffix in (WHOLE, INDICES, VALUES))
-        return sum(tensor.spec.nbytes for tensor in stored if tensor is not None)
 
     def payload_path_of(self, name: str) -> Path:
         return self.path / self.record.tensors[name].file
@@ -81,7 +68,10 @@ def open_delta(path: Path) -> Delta:
 
 
 def check_payload(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredTensor]) -> None:
-    """Raise `Corrupt` unless the files contain positions and values, or the full tensor, for each changed tensor."""
+    """Raise `Corrupt` unless the files contain positions and values, or the full tensor, for each changed tensor.
+
+    Each must have the dtype, shape and file that `delta.json` records.
+    """
     known: set[str] = set()
     for name, tensor in record.tensors.items():
         stored = {suffix: tensors[name + suffix] for suffix in (WHOLE, INDICES, VALUES) if name + suffix in tensors}
@@ -91,18 +81,13 @@ def check_payload(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredT
             message = f"expected {INDICES} and {VALUES}, or {WHOLE}, found {suffixes}"
             raise Corrupt(message, path=path / tensor.file, tensor=name)
         for suffix, payload in stored.items():
-            check_payload_spec(path, name, suffix, tensor, payload)
+            shape = tensor.spec.shape if suffix == WHOLE else (tensor.changed,)
+            dtypes = (_INT32, _INT64) if suffix == INDICES else (tensor.spec.dtype,)
+            if payload.spec.shape != shape or payload.spec.dtype not in dtypes:
+                message = f"expected {Spec(dtypes[0], shape)} in {suffix}, found {payload.spec}"
+                raise Corrupt(message, path=path / tensor.file, tensor=name)
+            if payload.chunks[0].path != tensor.file:
+                message = f"expected {suffix} in `{tensor.file}`, found it in `{payload.chunks[0].path}`"
+                raise Corrupt(message, path=path, tensor=name)
     if stray := min(tensors.keys() - known, default=None):
         raise Corrupt("`delta.json` does not name this tensor", path=path, tensor=stray)
-
-
-def check_payload_spec(path: Path, name: str, suffix: str, tensor: DeltaTensor, stored: StoredTensor) -> None:
-    """Raise `Corrupt` unless a stored tensor has the dtype, shape and file that `delta.json` records."""
-    shape = tensor.spec.shape if suffix == WHOLE else (tensor.changed,)
-    dtypes = (_INT32, _INT64) if suffix == INDICES else (tensor.spec.dtype,)
-    if stored.spec.shape != shape or stored.spec.dtype not in dtypes:
-        message = f"expected {Spec(dtypes[0], shape)} in {suffix}, found {stored.spec}"
-        raise Corrupt(message, path=path / tensor.file, tensor=name)
-    if stored.chunks[0].path != tensor.file:
-        message = f"expected {suffix} in `{tensor.file}`, found it in `{stored.chunks[0].path}`"
-        raise Corrupt(message, path=path, tensor=name)

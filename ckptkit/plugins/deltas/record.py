@@ -80,13 +80,24 @@ class DeltaRecord:
 
     def to_bytes(self, payload: int) -> bytes:
         """Return the content of `delta.json`, for files with `payload` bytes of tensor data."""
+        tensors = {
+            name: {
+                "dtype": tensor.spec.dtype.name,
+                "shape": list(tensor.spec.shape),
+                "changed": tensor.changed,
+                "file": tensor.file,
+                "crc32_base": f"{tensor.crc32_base:08x}",
+                "crc32_new": f"{tensor.crc32_new:08x}",
+            }
+            for name, tensor in self.tensors.items()
+        }
         value = {
             "format": FORMAT,
             "version": VERSION,
             "tool": f"ckptkit {__version__}",
             "base": self.base,
             "new": self.new,
-            "tensors": {name: delta_tensor_json(tensor) for name, tensor in self.tensors.items()},
+            "tensors": tensors,
             "unchanged": self.unchanged,
             "elements": self.elements,
             "nbytes": self.nbytes,
@@ -94,17 +105,6 @@ class DeltaRecord:
             "bytes": payload,
         }
         return (json.dumps(value, indent=1) + "\n").encode()
-
-
-def delta_tensor_json(tensor: DeltaTensor) -> dict[str, Any]:
-    return {
-        "dtype": tensor.spec.dtype.name,
-        "shape": list(tensor.spec.shape),
-        "changed": tensor.changed,
-        "file": tensor.file,
-        "crc32_base": f"{tensor.crc32_base:08x}",
-        "crc32_new": f"{tensor.crc32_new:08x}",
-    }
 
 
 def read_delta_record(root: Path) -> DeltaRecord:
@@ -146,7 +146,7 @@ def parse_identity(value: object) -> str:
 
 
 def parse_delta_tensor(name: str, value: Mapping[str, Any]) -> DeltaTensor:
-    """Return the tensor that `delta_tensor_json` described. Raises KeyError, TypeError or ValueError for other data."""
+    """Return a tensor of `DeltaRecord.to_bytes`. Raises KeyError, TypeError or ValueError for other data."""
     dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
     if not all(type(extent) is int and extent >= 0 for extent in shape):
         raise Corrupt(f"expected a shape, found {list(shape)}", tensor=name)

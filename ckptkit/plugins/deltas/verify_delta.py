@@ -19,7 +19,6 @@ from ckptkit.errors import CkptError, Corrupt, Report, raise_problem
 from ckptkit.io.crc32 import RESTORE
 from ckptkit.io.file import file_size, missing_path_error
 from ckptkit.io.path import to_path
-from ckptkit.io.progress import Told
 from ckptkit.layout import edits
 from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
 from ckptkit.plugins.deltas.chain import DeltaChain
@@ -44,7 +43,7 @@ class CheckedDelta:
     nan: int = 0
 
 
-def check_delta(delta: Delta, report: Report = raise_problem, told: Told | None = None) -> CheckedDelta:
+def check_delta(delta: Delta, report: Report = raise_problem) -> CheckedDelta:
     """Read all data of a delta, and report each damaged tensor.
 
     Positions must be strictly increasing and inside the tensor; a full tensor must have the CRC-32 that `delta.json`
@@ -56,8 +55,6 @@ def check_delta(delta: Delta, report: Report = raise_problem, told: Told | None 
             nan += count_nan_in_tensor(delta, name)
         except CkptError as error:
             report(error.blame(path=delta.payload_path_of(name), tensor=name))
-        if told:
-            told(delta.stored_nbytes_of(name))
     sizes = [(t.chunks[0].crc32 is not None, t.spec.nbytes) for t in delta.layout.tensors.values()]
     checked = sum(nbytes for is_checked, nbytes in sizes if is_checked)
     return CheckedDelta(checked, sum(nbytes for _, nbytes in sizes) - checked, nan)

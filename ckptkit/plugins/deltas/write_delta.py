@@ -23,10 +23,11 @@ from ckptkit.io.allocation import require_free_space, write_new_file
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, NewFile, Spec, StoredTensor
+from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import make_plan
 from ckptkit.plugins.deltas.changes import Changes, count_nan
 from ckptkit.plugins.deltas.identity import identity_of_model
-from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, index_dtype, is_full_tensor_smaller, payload_specs
+from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, index_dtype, is_full_tensor_smaller
 from ckptkit.plugins.deltas.record import RECORD, DeltaRecord, DeltaTensor
 
 Fill = Callable[[Layout, Mapping[str, str]], dict[FileOffset, int]]
@@ -113,9 +114,16 @@ class FoundChanges:
 
     @property
     def payload_specs_by_tensor(self) -> dict[str, dict[str, Spec]]:
-        """Return the tensors that the delta stores for each changed tensor."""
-        specs, changed = self.specs, self.spool.changed
-        return {name: payload_specs(name, specs[name], changed[name]) for name in specs if changed[name]}
+        """Return the tensors, by key, that the delta stores for each changed tensor."""
+        stored: dict[str, dict[str, Spec]] = {}
+        for name, spec in self.specs.items():
+            changed = self.spool.changed[name]
+            if changed and is_full_tensor_smaller(spec, changed):
+                stored[name] = {name + WHOLE: spec}
+            elif changed:
+                positions = Spec(DTYPES[index_dtype(spec)], (changed,))
+                stored[name] = {name + INDICES: positions, name + VALUES: Spec(spec.dtype, (changed,))}
+        return stored
 
     @property
     def payload_bytes(self) -> int:
