@@ -59,12 +59,6 @@ def find_trainer_matrix(name: str) -> TrainerMatrix | None:
     return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
-def find_full_module_name(name: str) -> str | None:
-    """Return Megatron's name of a tensor in a fully trained module of ms-swift; None for any other tensor."""
-    match = _WHOLE.fullmatch(name)
-    return match[1] + match[3] if match else None
-
-
 def has_adapter_matrix(names: Collection[str]) -> bool:
     """Return whether any name is a LoRA matrix of Megatron's trainers."""
     return any(find_trainer_matrix(name) for name in names)
@@ -82,8 +76,15 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
         message = "the names are Megatron's, and the Hub's follow from the base's config.json, which was not found"
         first = next(name for name in layout.tensors if find_trainer_matrix(name))
         raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
-    pairs = matrix_pairs_in(layout)
-    full_modules = {name: own_name for name in layout.tensors if (own_name := find_full_module_name(name)) is not None}
+    pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # matrix names by (module, part), then "A" and "B"
+    for name in layout.tensors:
+        if (matrix := find_trainer_matrix(name)) is not None:
+            pairs[matrix.module, matrix.part][matrix.kind] = name
+    unpaired = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
+    if unpaired is not None:
+        raise Mismatch("the other of the two matrices is missing", path=layout.path, tensor=unpaired)
+    # Megatron's names of the tensors in modules that ms-swift trained in full
+    full_modules = {name: match[1] + match[3] for name in layout.tensors if (match := _WHOLE.fullmatch(name))}
     used = {name for names in pairs.values() for name in names.values()} | full_modules.keys()
     unpacked = locate_all_chunks(decompress_entries(edits.select_entries(layout, used.__contains__)))
     named = [*hub_matrices(unpacked, pairs, Sizes(config)), *hub_full_modules(unpacked, full_modules, Sizes(config))]
@@ -92,18 +93,6 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
     others = {old: _OF_BASE for name, old in weights.came_from.items() if name not in used}
     translated = replace(unpacked, tensors=tensors, blobs={}, keys={}, twins={})
     return replace(weights, layout=translated, came_from=came_from, left_out={**weights.left_out, **others})
-
-
-def matrix_pairs_in(layout: Layout) -> dict[tuple[str, str], dict[str, str]]:
-    """Return the matrix names by (module, part), then by "A" and "B". Raises `Mismatch` if one of a pair is missing."""
-    pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
-    for name in layout.tensors:
-        if (matrix := find_trainer_matrix(name)) is not None:
-            pairs[matrix.module, matrix.part][matrix.kind] = name
-    unpaired = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
-    if unpaired is not None:
-        raise Mismatch("the other of the two matrices is missing", path=layout.path, tensor=unpaired)
-    return pairs
 
 
 def hub_matrices(
@@ -156,22 +145,19 @@ def hub_weights_with_matrices(
 ) -> Iterator[tuple[str, StoredTensor, StoredTensor]]:
     """Yield the Hub's weights that a Megatron module consists of, each with its matrices A and B."""
     layers = axes.unstack(a) if len(a.spec.shape) == 3 else None
-    rows = zeros_like_full_b(module, b, sizes) if part else b
+    rows = b
+    if part:  # zeros in the shape of a B for all parts, to find the Hub's names of the parts
+        *stacked, _, rank = b.spec.shape
+        groups, per_group, width = attention_head_sizes(sizes)
+        row_count = groups * (per_group + 2) * width if module.endswith("linear_qkv") else 2 * b.spec.shape[-2]
+        shape = (*stacked, row_count, rank)
+        rows = StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(full_box(shape), b.spec.dtype),))
     for name, cut in MEGATRON.to_hub({f"{module}.weight": rows}, sizes).tensors.items():
         layer = next((int(step) for step in name.split(".") if step.isdecimal()), 0)
         if part and not name.endswith(f".{part}_proj.weight"):
             continue
         part_b = axes.unstack(b)[layer] if part and layers is not None else b
         yield name, a if layers is None else layers[layer], part_b if part else cut
-
-
-def zeros_like_full_b(module: str, b: StoredTensor, sizes: Sizes) -> StoredTensor:
-    """Return zeros in the shape of a B for all parts of a module, used to find the Hub's names of the parts."""
-    *layers, _, rank = b.spec.shape
-    groups, per_group, width = attention_head_sizes(sizes)
-    rows = groups * (per_group + 2) * width if module.endswith("linear_qkv") else 2 * b.spec.shape[-2]
-    shape = (*layers, rows, rank)
-    return StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(full_box(shape), b.spec.dtype),))
 
 
 def config_for_hub_modules(
@@ -193,19 +179,13 @@ def read_trainer_settings(saved: Layout) -> tuple[Path, dict[str, Any]]:
     """Return the file with the trainer's settings, and these settings in keys of PEFT's config."""
     if (file := saved.root / _SAVED).is_file():
         return file, bridge_settings_in(file)
-    values = find_swift_settings(read_job_arguments(saved))
-    if values is None:
-        message = f"there is no {NAME}, no {_SAVED} of Megatron-Bridge and no argument of ms-swift: alpha is unknown"
-        raise NotACheckpoint(message, path=saved.root, hint="pass --adapter-config FILE")
-    return saved.root / COMMON if is_existing_path(saved.root / COMMON) else saved.root, values
-
-
-def find_swift_settings(args: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return ms-swift's arguments in keys of PEFT's config; None without rank or alpha."""
+    args = read_job_arguments(saved)
     rank, alpha = args.get("lora_rank"), args.get("lora_alpha")
     if type(rank) is not int or type(alpha) not in (int, float):
-        return None
-    return {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": args.get("use_rslora") is True}
+        message = f"there is no {NAME}, no {_SAVED} of Megatron-Bridge and no argument of ms-swift: alpha is unknown"
+        raise NotACheckpoint(message, path=saved.root, hint="pass --adapter-config FILE")
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": args.get("use_rslora") is True}
+    return saved.root / COMMON if is_existing_path(saved.root / COMMON) else saved.root, values
 
 
 def bridge_settings_in(file: Path) -> dict[str, Any]:

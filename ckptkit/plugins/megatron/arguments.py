@@ -45,6 +45,7 @@ _OF_MAMBA = [
     ("mamba_num_groups", "mamba_groups"),
     ("mamba_state_dim", "mamba_states"),
 ]
+_KEEP_NAMES = "pass --names keep to keep the names"
 _SWITCHES = {
     "rotary_interleaved": "the rotary embeddings are interleaved, and no model on the Hub has that for this type",
     "attention_output_gate": "queries have gates",
@@ -62,8 +63,10 @@ def check_arguments_against_config(checkpoint: Layout, sizes: Sizes) -> None:
     pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
     if is_hybrid:
         check_hybrid_model(checkpoint, args, pattern, sizes)
-    else:
-        refuse_hybrid_pattern(pattern)
+    elif isinstance(pattern, str) and pattern:  # GPT's layers each have attention and feed-forward
+        message = f"Megatron's arguments say hybrid_layer_pattern {pattern}: the layers are those of a HybridModel"
+        to_gpt = "convert it with Megatron's tools/checkpoint/gpt_hybrid_conversion.py --direction hybrid-to-gpt"
+        raise Unsupported(message, hint=to_gpt if set(pattern) <= _OF_GPT else _KEEP_NAMES)
     for name, saved, wanted in sizes_in_both(args, sizes):
         if saved != wanted:
             hint = "check that config.json belongs to this model"
@@ -75,8 +78,14 @@ def check_arguments_against_config(checkpoint: Layout, sizes: Sizes) -> None:
         )
     for name, meaning in _SWITCHES.items():
         if args.get(name) is True:
-            raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint="pass --names keep to keep the names")
-    refuse_shifted_norms(args.get(LAYERNORM_1P), sizes.model_type)
+            raise Unsupported(f"Megatron's arguments say {name}: {meaning}", hint=_KEEP_NAMES)
+    is_shifted, model = args.get(LAYERNORM_1P) is True, sizes.model_type
+    if model in ZERO_CENTERED and not is_shifted:
+        message = f"the norms of `{model}` are centered at zero on the Hub, but no `{LAYERNORM_1P}` says so here"
+        raise Unsupported(message, hint=_KEEP_NAMES)
+    if is_shifted and model not in ZERO_CENTERED:
+        message = f"Megatron's arguments say {LAYERNORM_1P}: all norms of `{model}` would need 1 added"
+        raise Unsupported(message, hint=_KEEP_NAMES)
 
 
 def computation_arguments_of(checkpoint: Layout) -> dict[str, Any]:
@@ -85,6 +94,8 @@ def computation_arguments_of(checkpoint: Layout) -> dict[str, Any]:
     Source: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py.
     """
     args = read_job_arguments(checkpoint)
+    if not args:
+        return {}
     numbers = _COMPUTED | (_OF_ROUTER if args.get("num_experts") else {})
     config = {hub: args[own] for own, hub in numbers.items() if args.get(own) is not None}
     if args.get("swiglu") is True:
@@ -97,15 +108,7 @@ def computation_arguments_of(checkpoint: Layout) -> dict[str, Any]:
         and type(args.get("moe_router_pre_softmax")) is bool
     ):
         config["norm_topk_prob"] = not args["moe_router_pre_softmax"]
-    return config | position_settings_of(args) if args else {}
-
-
-def position_settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments about positions and attention windows, in keys of config.json.
-
-    Megatron's window counts only the tokens before and after a token; transformers also counts the token itself.
-    """
-    config: dict[str, Any] = {}
+    # Megatron's window counts only the tokens before and after a token; transformers also counts the token itself
     window = args.get("window_size")
     if "window_size" in args:
         config["sliding_window"] = window[0] + 1 if isinstance(window, list | tuple) and window else 0
@@ -118,15 +121,6 @@ def position_settings_of(args: Mapping[str, Any]) -> dict[str, Any]:
     if kind is not None:
         config[POSITIONS] = "rope" if kind in _ROTARY else kind
     return config
-
-
-def refuse_hybrid_pattern(pattern: object) -> None:
-    """Raise `Unsupported` for a HybridModel, which has separate layers for attention and feed-forward."""
-    if not isinstance(pattern, str) or not pattern:
-        return
-    message = f"Megatron's arguments say hybrid_layer_pattern {pattern}: the layers are those of a HybridModel"
-    to_gpt = "convert it with Megatron's tools/checkpoint/gpt_hybrid_conversion.py --direction hybrid-to-gpt"
-    raise Unsupported(message, hint=to_gpt if set(pattern) <= _OF_GPT else "pass --names keep to keep the names")
 
 
 def check_hybrid_model(checkpoint: Layout, args: Mapping[str, Any], pattern: object, sizes: Sizes) -> None:
@@ -146,7 +140,7 @@ def check_hybrid_model(checkpoint: Layout, args: Mapping[str, Any], pattern: obj
     if positions not in (None, "none"):
         expected = f"expected position_embedding_type none for a model of type `{sizes.model_type}`"
         message = f"{expected}, found {positions} in Megatron's arguments"
-        raise Unsupported(message, hint="pass --names keep to keep the names")
+        raise Unsupported(message, hint=_KEEP_NAMES)
     if args.get("squared_relu") is False and sizes.text_config.get("mlp_hidden_act", _ACTIVATION) == _ACTIVATION:
         wanted = f"expected squared_relu True ({_ACTIVATION} in config.json)"
         raise Mismatch(f"{wanted}, found False in Megatron's arguments")
@@ -168,16 +162,6 @@ def sizes_in_both(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, 
             yield name, args[name], sizes[symbol]
     if type(args.get("kv_channels")) is int:
         yield "kv_channels", args["kv_channels"], sizes.head_width
-
-
-def refuse_shifted_norms(is_zero_centered: object, model: str) -> None:
-    """Raise `Unsupported` if 1 would have to be added to or subtracted from all norms, or if that is unknown."""
-    if model in ZERO_CENTERED and is_zero_centered is not True:
-        message = f"the norms of `{model}` are centered at zero on the Hub, but no `{LAYERNORM_1P}` says so here"
-        raise Unsupported(message, hint="pass --names keep to keep the names")
-    if is_zero_centered is True and model not in ZERO_CENTERED:
-        message = f"Megatron's arguments say {LAYERNORM_1P}: all norms of `{model}` would need 1 added"
-        raise Unsupported(message, hint="pass --names keep to keep the names")
 
 
 def read_job_arguments(checkpoint: Layout) -> Mapping[str, Any]:

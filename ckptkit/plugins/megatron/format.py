@@ -187,7 +187,8 @@ class Megatron(FormatReader):
         tensor without a known splitting rule.
         """
         root, files = find_root_and_rank_files(path, report)
-        saved = read_saved_ranks(root, files, report)
+        existing = {name: file for name, file in files.items() if is_existing_path(root / file)}
+        saved = read_each_file(root, existing, lambda _, file: SavedRank.read(root, file), report, needs_one=True)
         job = SavedJob(root, assign_ranks(root, files, saved, report))
         check_same_job(job)
         refuse_hidden_splits(job.ranks[Rank(0, 0, 0)], job.sizes)
@@ -220,12 +221,6 @@ def find_root_and_rank_files(path: Path, report: Report) -> tuple[Path, dict[str
         message = "this is the directory of one rank; each rank has a part of every tensor"
         raise Unsupported(message, path=path, hint=f"pass the directory above, {folder.parent}")
     return folder, {"": name}
-
-
-def read_saved_ranks(root: Path, files: Mapping[str, str], report: Report) -> dict[str, SavedRank]:
-    """Return the saved ranks by directory; report those that cannot be read. Raises `Corrupt` if none can."""
-    existing = {name: file for name, file in files.items() if is_existing_path(root / file)}
-    return read_each_file(root, existing, lambda _, file: SavedRank.read(root, file), report, needs_one=True)
 
 
 def assign_ranks(

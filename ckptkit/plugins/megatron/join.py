@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -75,26 +75,6 @@ class Numbering:
         return f"{match[1]}{global_index(experts, match[2])}{match[3]}" if match else name
 
 
-def make_numbering(names: Mapping[Run, Iterable[str]]) -> Numbering:
-    """Return the numbering of layers and experts, from the tensor names on one rank per run."""
-    layers: dict[tuple[str, Run], range] = {}
-    next_layer: dict[str, int] = {}
-    experts = 0
-    for run in sorted(names):
-        counts: dict[str, int] = {}
-        for name in names[run]:
-            match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
-            if match:
-                counts[match[1]] = max(counts.get(match[1], 0), 1 + parse_index(match[2]))
-            if expert:
-                experts = max(experts, 1 + parse_index(expert[2]))
-        for stack, count in counts.items():
-            first = next_layer.get(stack, 0)
-            layers[stack, run] = range(first, first + count)
-            next_layer[stack] = first + count
-    return Numbering(layers, experts)
-
-
 def global_index(numbers: range, text: str) -> int:
     """Return the global index of a local index. Raises `Corrupt` if the local index is out of range."""
     local = parse_index(text)
@@ -149,8 +129,23 @@ class SavedJob:
 
     @cached_property
     def numbering(self) -> Numbering:
-        """Return the global numbering of layers and experts."""
-        return make_numbering({(run, stage): self.ranks[Rank(0, stage, 0)].specs(run) for run, stage in self.runs})
+        """Return the global numbering of layers and experts, from the tensor names on one rank per run."""
+        layers: dict[tuple[str, Run], range] = {}
+        next_layer: dict[str, int] = {}
+        experts = 0
+        for run, stage in self.runs:
+            counts: dict[str, int] = {}
+            for name in self.ranks[Rank(0, stage, 0)].specs(run):
+                match, expert = _LAYER.fullmatch(name), _EXPERT.fullmatch(name)
+                if match:
+                    counts[match[1]] = max(counts.get(match[1], 0), 1 + parse_index(match[2]))
+                if expert:
+                    experts = max(experts, 1 + parse_index(expert[2]))
+            for stack, count in counts.items():
+                first = next_layer.get(stack, 0)
+                layers[stack, (run, stage)] = range(first, first + count)
+                next_layer[stack] = first + count
+        return Numbering(layers, experts)
 
     @property
     def first_readable(self) -> SavedRank:
@@ -158,9 +153,18 @@ class SavedJob:
         return next(saved for saved in self.ranks.values() if not saved.is_lost)
 
     def join_model_tensors(self) -> dict[str, JoinedTensor]:
-        """Return the full model tensors by name. Raises `Corrupt` if the ranks do not fit together."""
+        """Return the full model tensors by name.
+
+        Raises `Corrupt` if the ranks do not fit together, or if the number of layers differs from the arguments.
+        """
         joined = self.join_tensors({rank: saved.weights for rank, saved in self.ranks.items()})
-        self.check_layer_count(joined)
+        first = self.ranks[Rank(0, 0, 0)]
+        found = {(match[1], match[2]) for match in map(_LAYER.fullmatch, joined) if match}
+        layers = {layer for layer in found if not layer[0].startswith("mtp.")}  # `mtp.` has layers of its own
+        wanted = first.job_arguments.get("num_layers")
+        if type(wanted) is int and len({stack for stack, _ in layers}) == 1 and wanted != len(layers):
+            message = f"expected {wanted} layers (`args`), found {len(layers)} in {self.sizes.stages} stages"
+            raise Corrupt(message, path=self.root / first.path)
         return joined
 
     def join_tensors(self, tensors_by_rank: TensorsByRank) -> dict[str, JoinedTensor]:
@@ -231,16 +235,6 @@ class SavedJob:
         if len(shards) == 1:
             return shards[0]
         return join_by_rule(shards, join_rule_for(local, first.specs(run), ranks, first.job_arguments))
-
-    def check_layer_count(self, tensors: Iterable[str]) -> None:
-        """Raise `Corrupt` if the number of layers differs from the arguments; `mtp.` has layers of its own."""
-        first = self.ranks[Rank(0, 0, 0)]
-        found = {(match[1], match[2]) for match in map(_LAYER.fullmatch, tensors) if match}
-        layers = {layer for layer in found if not layer[0].startswith("mtp.")}
-        wanted = first.job_arguments.get("num_layers")
-        if type(wanted) is int and len({stack for stack, _ in layers}) == 1 and wanted != len(layers):
-            message = f"expected {wanted} layers (`args`), found {len(layers)} in {self.sizes.stages} stages"
-            raise Corrupt(message, path=self.root / first.path)
 
 
 def with_replicas(

@@ -11,7 +11,7 @@ each other.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.shards.join_ranks import (
@@ -61,9 +61,15 @@ def join_rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mappin
     """
     narrow = _NARROWED.fullmatch(name)
     if narrow is not None:
-        return join_rule_for_down_projection(
-            specs[name].shape[0], ranks, [args.get(size) for size in _SIZES[narrow[1]]]
-        )
+        # multi_latent_attention.py: Transformer Engine copies it to every rank, other implementations split its rows
+        narrow_sizes = [args.get(size) for size in _SIZES[narrow[1]]]
+        if not all(type(size) is int for size in narrow_sizes):
+            message = "the job's `args` do not give the size: cannot tell whether every rank has the whole tensor"
+            raise Unsupported(message)
+        found, wanted = specs[name].shape[0], sum(size for size in narrow_sizes if isinstance(size, int))
+        if wanted not in (found, found * ranks):
+            raise Corrupt(f"expected {wanted} rows in all (the job's `args`), found {found} on each of {ranks} ranks")
+        return COPIED if found == wanted else BY_ROWS
     mamba = _MAMBA.fullmatch(name)
     if mamba is not None:
         others = specs.get(f"{mamba[1]}out_proj.weight"), specs.get(f"{mamba[1]}dt_bias")
@@ -99,17 +105,3 @@ def join_rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, h
         least = sum(front) + sum(back)
         raise Corrupt(f"expected {least} rows ({inner} channels, {heads} heads) and an even number more, found {rows}")
     return JoinRule(0, extents=(*front, states, states, *back))
-
-
-def join_rule_for_down_projection(rows: int, ranks: int, sizes: Sequence[object]) -> JoinRule:
-    """Return how ranks split the down projection of latent attention, given its total `sizes`.
-
-    Source: megatron/core/transformer/multi_latent_attention.py. Transformer Engine copies it to every rank; other
-    implementations split its rows.
-    """
-    if not all(type(size) is int for size in sizes):
-        raise Unsupported("the job's `args` do not give the size: cannot tell whether every rank has the whole tensor")
-    wanted = sum(size for size in sizes if isinstance(size, int))
-    if wanted not in (rows, rows * ranks):
-        raise Corrupt(f"expected {wanted} rows in all (the job's `args`), found {rows} on each of {ranks} ranks")
-    return COPIED if rows == wanted else BY_ROWS

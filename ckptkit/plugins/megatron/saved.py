@@ -94,10 +94,10 @@ def expected_directory_names_by_rank(
     length = max(*lengths, 1 + (grid_sizes.stages > 1) + (grid_sizes.experts > 1))
     tensors, stages, experts = map(range, grid_sizes)  # sizes recorded in a readable file
     ranks = (Rank(i, j, k) for i in tensors for j in stages for k in experts)
-    missing = {
-        rank: directory_name(rank, length, has_stages)
-        for rank in islice((r for r in ranks if r not in names_by_rank), _MOST)
-    }
+    missing = {}
+    for rank in islice((rank for rank in ranks if rank not in names_by_rank), _MOST):
+        further = {1: (), 2: (rank.stage if has_stages else rank.expert,), 3: (rank.stage, rank.expert)}[length]
+        missing[rank] = f"mp_rank_{rank.tensor:02d}" + "".join(f"_{number:03d}" for number in further)
     if missing_count:
         names = ", ".join(islice(missing.values(), 8))
         message = f"the files of {missing_count} of {prod(grid_sizes)} ranks are missing: {names}"
@@ -121,12 +121,6 @@ def parse_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:
         case (tensor, stage, expert):
             return Rank(tensor, stage, expert)
     raise Unsupported(f"expected 1 to 3 numbers in the name of a rank's directory, found {len(numbers)}")
-
-
-def directory_name(rank: Rank, length: int, has_stages: bool) -> str:
-    """Return the directory name of a rank, in a checkpoint with `length` numbers per name."""
-    further = {1: (), 2: (rank.stage if has_stages else rank.expert,), 3: (rank.stage, rank.expert)}[length]
-    return f"mp_rank_{rank.tensor:02d}" + "".join(f"_{number:03d}" for number in further)
 
 
 _MODEL = re.compile(r"model([0-9]{0,3})")

@@ -83,7 +83,11 @@ def read_named_optimizer(saved: SavedRank) -> NamedOptimizer:
     numbers = find_parameter_indices_by_group(inner)
     if numbers is None:
         raise Uncertain
-    flats = flatten_states(saved, dict_or_uncertain(inner.get("state")), list(chain.from_iterable(numbers)))
+    indices, states = list(chain.from_iterable(numbers)), dict_or_uncertain(inner.get("state"))
+    if not states.keys() <= set(indices):
+        raise Uncertain
+    known = {number: dict_or_uncertain(states.get(number, {})) for number in indices}
+    flats = {number: flatten_state(saved, state) for number, state in known.items() if state}
     parameter_of = match_by_shape_and_decay(saved, groups, numbers, flats)
     members = [[parameter_of[number] for number in group] for group in numbers]
     named = NamedOptimizer(
@@ -96,14 +100,6 @@ def read_named_optimizer(saved: SavedRank) -> NamedOptimizer:
         add_masters(named, saved, list_or_uncertain(outer.get(_MASTERS, [])))
         named.others.update({key: value for key, value in outer.items() if key not in (OPTIMIZER, _MASTERS)})
     return named
-
-
-def flatten_states(saved: SavedRank, states: Mapping[Any, Any], numbers: Sequence[int]) -> dict[int, FlatState]:
-    """Return the flattened states in the order of `numbers`. Raises `Uncertain` for another parameter index."""
-    if not states.keys() <= set(numbers):
-        raise Uncertain
-    known = {number: dict_or_uncertain(states.get(number, {})) for number in numbers}
-    return {number: flatten_state(saved, state) for number, state in known.items() if state}
 
 
 def flatten_state(saved: SavedRank, state: dict[Any, Any]) -> FlatState:
@@ -128,9 +124,16 @@ def match_by_shape_and_decay(
         raise Uncertain
 
     def may_hold(index: int, parameter: Parameter) -> bool:
-        return len(groups) == 1 or is_without_decay(parameter) == (decays[index] == 0.0)
+        _, name, spec = parameter
+        is_without_decay = name.endswith(".bias") or len(spec.shape) == 1
+        return len(groups) == 1 or is_without_decay == (decays[index] == 0.0)
 
-    parameters = {parameter: parameter[2].shape for parameter in parameters_by_run(saved)}
+    parameters = {
+        (run, name, spec): spec.shape
+        for run in saved.flat_models_by_run
+        for name, spec in saved.specs(run).items()
+        if not name.endswith(_BUFFERS)
+    }
     shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
     if any(PARAM_NAMES in group for group in groups):
         return match_by_names_in_groups(groups, numbers, shapes, parameters)
@@ -156,21 +159,6 @@ def match_by_names_in_groups(
     if len(known) < len(parameters):  # every run counts layers from 0, so names can repeat
         raise Uncertain
     return {number: known[name] for number, name in matched.items()}
-
-
-def parameters_by_run(saved: SavedRank) -> list[Parameter]:
-    """Return the parameters of a rank, run by run, in the model's order."""
-    return [
-        (run, name, spec)
-        for run in saved.flat_models_by_run
-        for name, spec in saved.specs(run).items()
-        if not name.endswith(_BUFFERS)
-    ]
-
-
-def is_without_decay(parameter: Parameter) -> bool:
-    _, name, spec = parameter
-    return name.endswith(".bias") or len(spec.shape) == 1
 
 
 def find_shape_of_state(flat: FlatState) -> Shape | None:
