@@ -14,7 +14,7 @@ from ckptkit.cli.pictures.shards import ShardMap, is_numeric_component
 from ckptkit.layout.counting import Count
 from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.curves import Axis, draw_curves, draw_step_axis
-from ckptkit.plugins.report.history import History, Series
+from ckptkit.plugins.report.history import History
 from ckptkit.plugins.report.layers import draw_layers, norms_by_layer
 from ckptkit.runs.ls import Listed, Listing
 from ckptkit.words import count, format_brief, format_bytes
@@ -108,25 +108,20 @@ def training_chapter(history: History) -> Chapter | None:
         return None
     steps = sorted({stretch.first for series in drawn for stretch in series.stretches})
     chosen = [*steps[: -1 : max(1, -(-len(steps) // _SAMPLES))], steps[-1]]
-    return {
-        "lead": describe_history(history, drawn),
-        "pictures": [draw_curves(title, series_list, may_be_log=title in _MAY_BE_LOG) for title, series_list in curves],
-        "names": ["step", *(series.name.replace("_", " ") for series in drawn)],
-        "rows": [[f"{step:,.0f}", *(series.format_value_at(step) for series in drawn)] for step in chosen],
-    }
-
-
-def describe_history(history: History, drawn: Sequence[Series]) -> str:
-    """Return text on the source of the curves, and on resumed and skipped steps."""
     sentences = [f"From {history.source}."]
     if any(stretch.count > 1 for series in drawn for stretch in series.stretches):
         sentences.append("A line is the mean of consecutive steps, the band reaches from the lowest to the highest.")
     if history.resumed:
-        steps = ", ".join(f"{step:,.0f}" for step in history.resumed[-5:])
-        sentences.append(f"Went back to step {steps}; each step is shown as last taken.")
+        resumed = ", ".join(f"{step:,.0f}" for step in history.resumed[-5:])
+        sentences.append(f"Went back to step {resumed}; each step is shown as last taken.")
     if history.skipped:
         sentences.append(f"Skipped {count(history.skipped, 'line')} without metrics of a step.")
-    return " ".join(sentences)
+    return {
+        "lead": " ".join(sentences),
+        "pictures": [draw_curves(title, series_list, may_be_log=title in _MAY_BE_LOG) for title, series_list in curves],
+        "names": ["step", *(series.name.replace("_", " ") for series in drawn)],
+        "rows": [[f"{step:,.0f}", *(series.format_value_at(step) for series in drawn)] for step in chosen],
+    }
 
 
 def checkpoints_chapter(listing: Listing, last_step: float | None) -> Chapter | None:
@@ -169,8 +164,17 @@ def shards_chapter(name: str, shard_map: ShardMap) -> Chapter | None:
         return None
     largest = sorted(shard_map.rows, key=lambda row: -row.spec.nbytes)[:_LARGEST]
     total, most = sum(row.nbytes for row in shard_map.rows) or 1, max(row.nbytes for row in largest) or 1
+    owners = len(shard_map.owners)
+    lead = f"{name}: one {shard_map.by} holds everything."
+    if owners != 1:
+        fullest = max(shard_map.owners, key=lambda owner: owner.nbytes)
+        share = f"{fullest.nbytes / (shard_map.mean or 1):.2f} times the average"
+        lead = (
+            f"{name}: which of {owners} {shard_map.by}s holds which part of each tensor. Tensors that are alike share "
+            f"a row. The most is held by {fullest.name}, {share}."
+        )
     return {
-        "lead": describe_shards(name, shard_map),
+        "lead": lead,
         "picture": [draw_shards(shard_map, is_narrow=narrow) for narrow in _WIDTHS],
         "by": shard_map.by,
         "rows": [
@@ -179,18 +183,6 @@ def shards_chapter(name: str, shard_map: ShardMap) -> Chapter | None:
         "total": f"Of {count(sum(row.repeats for row in shard_map.rows), 'tensor')}, {format_bytes(total)} in all.",
         "largest": [(row, f"{row.nbytes / most:.1%}", f"{row.nbytes / total:.1%}") for row in largest],
     }
-
-
-def describe_shards(name: str, shards: ShardMap) -> str:
-    """Return text on the shard map."""
-    owners = len(shards.owners)
-    if owners == 1:
-        return f"{name}: one {shards.by} holds everything."
-    fullest = max(shards.owners, key=lambda owner: owner.nbytes)
-    return (
-        f"{name}: which of {owners} {shards.by}s holds which part of each tensor. Tensors that are alike share a row. "
-        f"The most is held by {fullest.name}, {fullest.nbytes / (shards.mean or 1):.2f} times the average."
-    )
 
 
 def norms_chapter(counts: Mapping[str, Count]) -> Chapter | None:
@@ -205,22 +197,21 @@ def norms_chapter(counts: Mapping[str, Count]) -> Chapter | None:
     if not_finite:
         found = count(len(not_finite), "tensor")
         lead += f" NaN or infinity in {found}, such as {not_finite[0]}: not counted in their norms."
+    kind_rows = []  # the range of the norms of a kind, and the layers with the minimum and maximum
+    for name, by_layer in kinds.items():
+        ends = [choose(by_layer, key=by_layer.__getitem__) for choose in (min, max)]
+        norms = (f"{format_brief(by_layer[layer])} (layer {layer})" for layer in ends)
+        kind_rows.append([name, str(len(by_layer)), *norms])
+    single_rows = []  # norm, mean, standard deviation, minimum and maximum of a tensor
+    for name in single:
+        moments, extremes = counts[name].moments, (counts[name].low, counts[name].high)
+        numbers = map(format_brief, (moments.norm, moments.mean, moments.deviation))
+        single_rows.append(
+            [name, *numbers, *("" if value is None else format_brief(float(value)) for value in extremes)]
+        )
     return {
         "lead": lead,
         "picture": [draw_layers(title, kinds, is_narrow=narrow) for narrow in _WIDTHS] if kinds else None,
-        "single": [norm_row(name, counts[name]) for name in single],
-        "kinds": [norm_kind_row(name, by_layer) for name, by_layer in kinds.items()],
+        "single": single_rows,
+        "kinds": kind_rows,
     }
-
-
-def norm_kind_row(name: str, by_layer: Mapping[int, float]) -> list[str]:
-    """Return a table row with the range of a kind's norms, and the layers with the minimum and maximum."""
-    ends = [choose(by_layer, key=by_layer.__getitem__) for choose in (min, max)]
-    return [name, str(len(by_layer)), *(f"{format_brief(by_layer[layer])} (layer {layer})" for layer in ends)]
-
-
-def norm_row(name: str, counted: Count) -> list[str]:
-    """Return a table row with norm, mean, standard deviation, minimum and maximum of a tensor."""
-    moments = (counted.moments.norm, counted.moments.mean, counted.moments.deviation)
-    extremes = ("" if value is None else format_brief(float(value)) for value in (counted.low, counted.high))
-    return [name, *map(format_brief, moments), *extremes]

@@ -172,7 +172,12 @@ def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
     x_positions = [x.coordinate_of((s.first + s.last) / 2) for s in chosen]
     edges = [_LEFT, *((a + b) / 2 for a, b in pairwise(x_positions)), _RIGHT]
     for stretch, at, (left, right) in zip(chosen, x_positions, pairwise(edges), strict=True):
-        label = describe_segment(drawn, stretch)
+        first, last, low, high = stretch.first, stretch.last, stretch.low, stretch.high
+        where = f"{first:,.0f}" if first == last else f"{first:,.0f} to {last:,.0f}"
+        spread = f" ({format_brief(low)} to {format_brief(high)})" if low != high else ""
+        others = [(metric.name, metric.format_value_at(first)) for metric in drawn[1:]]
+        more = "".join(f", {name} {value}" for name, value in others if value)
+        label = f"step {where}: {format_brief(stretch.mean)}{spread}{more}"
         label_width = 5.9 * len(label) + 12
         start = min(max(at - label_width / 2, _LEFT), _RIGHT - label_width)
         yield element(
@@ -184,16 +189,6 @@ def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
             element("text", label, x=start + 6, y=_TOP - 8, class_="strong"),
             class_="spot",
         )
-
-
-def describe_segment(drawn: Sequence[Series], stretch: Segment) -> str:
-    """Return the values of a segment as text."""
-    first = f"{stretch.first:,.0f}"
-    where = first if stretch.first == stretch.last else f"{first} to {stretch.last:,.0f}"
-    spread = f" ({format_brief(stretch.low)} to {format_brief(stretch.high)})" if stretch.low != stretch.high else ""
-    others = [(metric.name, metric.format_value_at(stretch.first)) for metric in drawn[1:]]
-    more = "".join(f", {name} {value}" for name, value in others if value)
-    return f"step {where}: {format_brief(stretch.mean)}{spread}{more}"
 
 
 def round_ticks(low: float, high: float) -> list[float]:

@@ -64,7 +64,11 @@ class Series:
         If the run went back to an earlier step, all values from that step on are dropped.
         """
         if not self.stretches or step <= self.stretches[-1].last:
-            self._drop_from_step(step)
+            while self.stretches and self.stretches[-1].first >= step:
+                self.stretches.pop()
+            while self.bad and self.bad[-1] >= step:
+                self.bad.pop()
+                self.bad_count -= 1
         if not math.isfinite(value):
             self.bad_count += 1
             self._is_broken = True
@@ -78,14 +82,10 @@ class Series:
             return
         self.stretches.append(segment)
         if len(self.stretches) > 2 * _MOST:
-            self._merge_segment_pairs()
-
-    def _drop_from_step(self, step: float) -> None:
-        while self.stretches and self.stretches[-1].first >= step:
-            self.stretches.pop()
-        while self.bad and self.bad[-1] >= step:
-            self.bad.pop()
-            self.bad_count -= 1
+            for earlier, later in zip(self.stretches[::2], self.stretches[1::2], strict=False):
+                earlier.merge_later(later)
+            self.stretches = self.stretches[::2]
+            self._width *= 2
 
     def _breaks_before(self, step: float) -> bool:
         if not self.stretches:
@@ -96,12 +96,6 @@ class Series:
         is_broken, self._is_broken = self._is_broken or is_gap, False
         self._breaks += is_broken
         return is_broken and self._breaks <= _MOST_BREAKS
-
-    def _merge_segment_pairs(self) -> None:
-        for earlier, later in zip(self.stretches[::2], self.stretches[1::2], strict=False):
-            earlier.merge_later(later)
-        self.stretches = self.stretches[::2]
-        self._width *= 2
 
     @property
     def low(self) -> float:
@@ -158,14 +152,10 @@ class History:
             self.resumed = [*[at for at in self.resumed if at < step][-_MOST_RESUMED:], step]
         self.last_step = step
         for name, value in entry.items():
-            converted = to_float(value)
-            if converted is not None and name != "step":
-                self._series_named(str(_ALSO_CALLED.get(name, name))).add_value(step, converted)
-
-    def _series_named(self, name: str) -> Series:
-        if name not in self.series and len(self.series) >= _MOST_SERIES:
-            return Series(name)  # too many to keep
-        return self.series.setdefault(name, Series(name))
+            converted, key = to_float(value), str(_ALSO_CALLED.get(name, name))
+            has_room = key in self.series or len(self.series) < _MOST_SERIES
+            if converted is not None and name != "step" and has_room:
+                self.series.setdefault(key, Series(key)).add_value(step, converted)
 
     def drawable_series(self, *names: str) -> list[Series]:
         """Return the metrics of these names that have values to draw."""
@@ -188,9 +178,14 @@ def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | Non
         return read_metrics_jsonl(root / METRICS, progress)
     listed = list(checkpoints)
     states = [checkpoint.path / TRAINER_STATE for checkpoint in reversed(listed) if checkpoint.path.is_dir()]
-    state = next((path for path in [root / TRAINER_STATE, *states] if path.is_file()), None)
-    if state is not None:
-        return read_trainer_state(state)
+    path = next((path for path in [root / TRAINER_STATE, *states] if path.is_file()), None)
+    if path is not None:  # a damaged file has no entries
+        history = History(f"{path.parent.name}/{path.name}")
+        state = parse_json_or_none(read_small(path, _STATE_LIMIT))
+        entries = state.get("log_history") if isinstance(state, Mapping) else None
+        for entry in entries if isinstance(entries, list) else []:
+            history.add_log_entry(entry)
+        return history
     history = History("the checkpoints' own metrics")
     for checkpoint in listed:
         if checkpoint.step is not None and checkpoint.metrics:
@@ -203,16 +198,6 @@ def read_metrics_jsonl(path: Path, progress: Told | None = None) -> History:
     history = History(path.name)
     for line in complete_lines_of(path, progress):
         history.add_log_entry(parse_json_or_none(line))
-    return history
-
-
-def read_trainer_state(path: Path) -> History:
-    """Read the state of a Trainer. Entries without a step and a damaged file are skipped."""
-    history = History(f"{path.parent.name}/{path.name}")
-    state = parse_json_or_none(read_small(path, _STATE_LIMIT))
-    entries = state.get("log_history") if isinstance(state, Mapping) else None
-    for entry in entries if isinstance(entries, list) else []:
-        history.add_log_entry(entry)
     return history
 
 

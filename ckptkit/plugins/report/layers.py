@@ -1,4 +1,4 @@
-"""Measure the norm of every tensor, and draw the norms by layer as SVG."""
+"""Sort the norms of tensors by layer, and draw them as SVG."""
 
 from __future__ import annotations
 
@@ -7,19 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckptkit.cli.pictures.shard_svg import OWNERS
 from ckptkit.cli.pictures.shards import is_numeric_component
-from ckptkit.engine.survey import count_values_by_tensor
-from ckptkit.formats import locate_all_chunks
-from ckptkit.io.progress import Told
-from ckptkit.layout import Layout
 from ckptkit.layout.counting import Count
 from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.curves import Axis, draw_grid, draw_step_axis, path_through, value_axis
 from ckptkit.words import format_brief
-
-
-def measure_norms(weights: Layout, *, jobs: int | None = None, progress: Told | None = None) -> dict[str, Count]:
-    """Read every tensor, with `jobs` threads, and return its statistics. Raises `Corrupt` if bytes are missing."""
-    return count_values_by_tensor(locate_all_chunks(weights), jobs=jobs, progress=progress)
 
 
 def norms_by_layer(counts: Mapping[str, Count]) -> dict[str, dict[int, float]]:

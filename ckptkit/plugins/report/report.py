@@ -12,7 +12,9 @@ from typing import Any
 from ckptkit.checkpoints.checkpoint import Source, path_of_source
 from ckptkit.checks.inspect import Inspected, inspect
 from ckptkit.cli.pictures.shards import map_shards
+from ckptkit.engine.survey import count_values_by_tensor
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
+from ckptkit.formats import locate_all_chunks
 from ckptkit.io.file import file_size, opening, read_at, read_small
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import is_remote, to_local_path
@@ -22,7 +24,6 @@ from ckptkit.markup import escaped_text
 from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.plugins.report import chapters
 from ckptkit.plugins.report.history import METRICS, History, read_history
-from ckptkit.plugins.report.layers import measure_norms
 from ckptkit.runs.ls import Listing, ls
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
@@ -38,7 +39,10 @@ def fill_page(content: Mapping[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("ckptkit", "."),
         autoescape=True,
-        finalize=as_page_text,
+        # as the page shows a value: markup unchanged, None as nothing, other values escaped
+        finalize=lambda value: (
+            value if hasattr(value, "__html__") else "" if value is None else escaped_text(str(value))
+        ),
         undefined=StrictUndefined,
         trim_blocks=True,
     )
@@ -49,11 +53,6 @@ def fill_page(content: Mapping[str, Any]) -> str:
         "spaced": lambda name: name.replace("_", " "),
     }
     return environment.get_template("plugins/report/report.html").render(content, generator=GENERATOR)
-
-
-def as_page_text(value: object) -> object:
-    """Return a value as the page shows it: markup unchanged, None as nothing, other values escaped."""
-    return value if hasattr(value, "__html__") else "" if value is None else escaped_text(str(value))
 
 
 NAME = "report.html"
@@ -114,7 +113,10 @@ def report(
         "training": chapters.training_chapter(history),
         "checkpoints": chapters.checkpoints_chapter(listing, history.last_step),
         "shards": latest and chapters.shards_chapter(latest.whole.name, map_shards(latest.layout)),
-        "norms": weights and chapters.norms_chapter(measure_norms(weights, jobs=jobs, progress=report_bytes)),
+        "norms": weights
+        and chapters.norms_chapter(
+            count_values_by_tensor(locate_all_chunks(weights), jobs=jobs, progress=report_bytes)
+        ),
         "settings": settings,
         "foot": f"ckptkit {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
