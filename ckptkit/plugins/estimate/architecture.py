@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -91,6 +91,9 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     if (smallest := min(layers, *sizes.values())) < 1:
         message = f"expected sizes of 1 or more in the config of this `{described.get('model_type')}`, found {smallest}"
         raise Unsupported(message)
+    # the elements per token of each norm in the first block; if there is none, of two norms
+    widths = {"q_norm": sizes["q"], "k_norm": sizes["k"]}
+    norms = [name.split(".")[-2] for name in parameters if re.match(r".*?\.0\..*norm\.weight$", name)]
     return Architecture(
         model_type=str(described["model_type"]),
         parameters=parameters,
@@ -102,14 +105,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         query=sizes["q"],
         key=sizes["k"],
         inner=sizes["i"],
-        norms=norm_widths(parameters, sizes),
+        norms=tuple(widths.get(norm, sizes["h"]) for norm in norms) or (sizes["h"],) * 2,
         max_length=max_length,
         is_llama=model.is_llama,
     )
-
-
-def norm_widths(names: Iterable[str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the elements per token of each norm in the first block; if there is none, of two norms."""
-    widths = {"q_norm": sizes["q"], "k_norm": sizes["k"]}
-    modules = [name.split(".")[-2] for name in names if re.match(r".*?\.0\..*norm\.weight$", name)]
-    return tuple(widths.get(module, sizes["h"]) for module in modules) or (sizes["h"],) * 2

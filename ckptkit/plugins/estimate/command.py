@@ -205,22 +205,20 @@ def to_json(estimated: Estimated) -> dict[str, Any]:
         "setup": settings | {"param_dtype": setup.param_dtype.name, "master_dtype": setup.master_dtype.name},
         "largest_unit_bytes": estimated.largest_unit,
         "gpu_memory_bytes": estimated.gpu_memory,
-        "strategies": [strategy_json(estimated, budget) for budget in estimated.budgets],
+        "strategies": [
+            {
+                "strategy": budget.setup.strategy,
+                "shards": budget.setup.shard_count,
+                "replicas": budget.setup.world_size // budget.setup.shard_count,
+                "peak_bytes": budget.peak,
+                "peak_at": budget.peak_moment,
+                "moments": budget.moments,
+                "host_bytes": budget.host,
+                "fits": estimated.fits(budget),
+                "fits_at": estimated.fits_at(budget),
+            }
+            for budget in estimated.budgets
+        ],
         "disk_bytes": estimated.disk,
         "notes": estimated.notes,
-    }
-
-
-def strategy_json(estimated: Estimated, budget: Budget) -> dict[str, Any]:
-    """Return one strategy of the estimate."""
-    return {
-        "strategy": budget.setup.strategy,
-        "shards": budget.setup.shard_count,
-        "replicas": budget.setup.world_size // budget.setup.shard_count,
-        "peak_bytes": budget.peak,
-        "peak_at": budget.peak_moment,
-        "moments": budget.moments,
-        "host_bytes": budget.host,
-        "fits": estimated.fits(budget),
-        "fits_at": estimated.fits_at(budget),
     }

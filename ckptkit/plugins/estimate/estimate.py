@@ -189,7 +189,19 @@ def notes_on_limits(model: Architecture, setup: Setup) -> Iterator[str]:
 
 def load_model_config(model: str) -> dict[str, Any]:
     """Read the config of `model`: a config.json, a directory with one, or a Hub id (only the config is fetched)."""
-    path = locate_model_config(model)
+    path = Path(model)
+    if path.is_dir():
+        path = path / _CONFIG
+        if not path.is_file():
+            raise NotACheckpoint("no config.json in this directory", path=path.parent)
+    elif not path.exists():
+        if not is_model_id(model):
+            expected = "a size such as 8b, a config.json, a directory with one, or a Hub id like `org/model`"
+            raise Usage(f"expected {expected}; found `{model}`", hint=hint_for_hub_id(model))
+        from huggingface_hub import hf_hub_download
+
+        with translate_download_errors(model):
+            path = Path(hf_hub_download(model, _CONFIG))
     text = read_small(path.resolve(), _CONFIG_LIMIT)  # files in the Hub cache are symbolic links
     try:
         config = json.loads(text)
@@ -198,19 +210,3 @@ def load_model_config(model: str) -> dict[str, Any]:
     if not isinstance(config, dict) or "model_type" not in config:
         raise NotACheckpoint("expected the config of a model, found no `model_type`", path=path)
     return config
-
-
-def locate_model_config(model: str) -> Path:
-    """Return the path of the config.json of `model`, downloaded from the Hub if `model` is no local path."""
-    path = Path(model)
-    if path.is_dir() and not (path / _CONFIG).is_file():
-        raise NotACheckpoint("no config.json in this directory", path=path)
-    if path.exists():
-        return path / _CONFIG if path.is_dir() else path
-    if not is_model_id(model):
-        expected = "a size such as 8b, a config.json, a directory with one, or a Hub id like `org/model`"
-        raise Usage(f"expected {expected}; found `{model}`", hint=hint_for_hub_id(model))
-    from huggingface_hub import hf_hub_download
-
-    with translate_download_errors(model):
-        return Path(hf_hub_download(model, _CONFIG))

@@ -160,9 +160,11 @@ def bytes_in_last_block(model: Architecture, setup: Setup) -> Parts:
     # if the last block is not recomputed, its activations are already counted in `saved_activation_bytes`
     if setup.recompute_every and model.layers % setup.recompute_every == 0:
         working += block_activation_bytes(model, setup)
+    # backward gathers the current block and the prefetched ones; with one shard there is nothing to prefetch
+    ahead = max(1, setup.prefetch) if setup.shard_count > 1 else 0
+    blocks = 0 if setup.strategy == "shard_grad_op" else min(1 + ahead, model.layers)
     return {
-        "gathered": unsharded_bytes(model, setup)
-        + blocks_gathered_in_backward(model, setup) * model.largest_block_numel * itemsize,
+        "gathered": unsharded_bytes(model, setup) + blocks * model.largest_block_numel * itemsize,
         "reduced": model.largest_block_numel * (itemsize + _FLOAT32.itemsize)
         + model.largest_unit_matrix_numel * itemsize,
         "activations": saved_activation_bytes(model, setup) + working,
@@ -193,17 +195,6 @@ def shard_numel(model: Architecture, shards: int) -> int:
 def unsharded_bytes(model: Architecture, setup: Setup) -> int:
     numel = model.numel if setup.strategy == "shard_grad_op" else model.root_unit_numel
     return numel * setup.param_dtype.itemsize
-
-
-def blocks_gathered_in_backward(model: Architecture, setup: Setup) -> int:
-    """Return how many blocks backward gathers at once: the current block and the prefetched ones.
-
-    Returns 0 if the blocks stay gathered from forward to backward.
-    """
-    if setup.strategy == "shard_grad_op":
-        return 0
-    ahead = max(1, setup.prefetch) if setup.shard_count > 1 else 0  # with one shard there is nothing to prefetch
-    return min(1 + ahead, model.layers)
 
 
 def saved_activation_bytes(model: Architecture, setup: Setup) -> int:

@@ -131,7 +131,12 @@ class Forward:
         The second hook also records the output of the block.
         """
         # load a listed block with all submodules: it may use the weights of a submodule without calling it
-        parameters = list(tensors_with_owners(name, block, deep=is_in_list(name)))
+        owners = block.named_modules(remove_duplicate=False) if is_in_list(name) else [("", block)]
+        parameters = [
+            (".".join(filter(None, (name, inside, own))), owner, own)
+            for inside, owner in owners
+            for own, _ in saved_tensors_of(owner)
+        ]
 
         def load(*_: Any) -> None:
             for full, owner, own in parameters:
@@ -169,13 +174,6 @@ def saved_tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
     yield from ((name, buffer) for name, buffer in buffers if name not in module._non_persistent_buffers_set)
-
-
-def tensors_with_owners(name: str, module: nn.Module, *, deep: bool) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield for each tensor of a module its full name, the module that owns it, and its name in that module."""
-    for inside, owner in module.named_modules(remove_duplicate=False) if deep else [("", module)]:
-        for own, _ in saved_tensors_of(owner):
-            yield ".".join(filter(None, (name, inside, own))), owner, own
 
 
 def load_into_module(owner: nn.Module, name: str, stored: Tensor, rounded_to: DType | None) -> None:

@@ -145,7 +145,12 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     which layers are linear, or if no weight can be quantized.
     """
     assert options.quantize is not None
-    form, scheme = require_expected_form(model), SCHEMES[options.quantize]
+    if not isinstance(model.expected, Form):
+        reason = model.expected
+        hint = (reason.hint if reason else None) or "pip install transformers, which knows most types of models"
+        message = f"ckptkit does not know which layers are linear{f': {reason.message}' if reason else ''}"
+        raise Unsupported(message, path=model.companions.found_in, hint=hint)
+    form, scheme = model.expected, SCHEMES[options.quantize]
     linear = expected_model(model.config).linear_layers(form)
     names = [name for name in linear.names if name in model.layout.tensors]
     excluded = excluded_names(options, model.weights.origins_by_name(names), model.part.path)
@@ -157,8 +162,12 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
         raise Unsupported(message, path=model.layout.path, hint=hint)
     source = with_stored_dtypes(model.layout, chosen)
     quantized_layout = with_scales(model.layout, chosen, scheme)
-    unquantized = module_names_of(unquantized_names(model.layout, form, chosen))
-    config = {**model.config, KEYS[0]: scheme.quantization_config(unquantized)}
+    # matrices that stay, by their names in the files and in memory: loaders differ in which they look for
+    quantized = set(chosen.names)
+    remaining = [name for name, spec in model.layout.specs.items() if len(spec.shape) > 1 and name not in quantized]
+    remaining += [name for name in form.tied if len(form.shapes.get(name, ())) > 1]
+    remaining += [old for name in remaining for old in form.came_from.get(name, ())]
+    config = {**model.config, KEYS[0]: scheme.quantization_config(module_names_of(remaining))}
     recipes = quantization_recipes(source, quantized_layout, chosen, scheme, len(model.others) + 1)
     casts = {name: f"{source.tensors[name].spec.dtype} => {_NUMBERS} times scales" for name in chosen.names}
     model = replace(
@@ -168,16 +177,6 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
         casts={**model.casts, **casts},
     )
     return model.with_remarks(*remarks_on_quantization(source, chosen, scheme))
-
-
-def require_expected_form(model: Model) -> Form:
-    """Return the model that config.json describes. Raises `Unsupported` if that is unknown."""
-    if isinstance(model.expected, Form):
-        return model.expected
-    reason = model.expected
-    hint = (reason.hint if reason else None) or "pip install transformers, which knows most types of models"
-    message = f"ckptkit does not know which layers are linear{f': {reason.message}' if reason else ''}"
-    raise Unsupported(message, path=model.companions.found_in, hint=hint)
 
 
 def with_stored_dtypes(layout: Layout, chosen: ChosenWeights) -> Layout:
@@ -228,17 +227,6 @@ def quantization_recipes(
         recipes[name] = recipe_for_any_tensor(blocks.QuantizedValues(matrix, grid))
         recipes[scales] = recipe_for_any_tensor(blocks.Scales(matrix, grid))
     return recipes
-
-
-def unquantized_names(layout: Layout, form: Form, chosen: ChosenWeights) -> list[str]:
-    """Return the matrices that stay unquantized, for config.json.
-
-    Includes both the names in the files and the names in memory, because loaders differ in which they look for.
-    """
-    names = set(chosen.names)
-    remaining = [name for name, spec in layout.specs.items() if len(spec.shape) > 1 and name not in names]
-    remaining += [name for name in form.tied if len(form.shapes.get(name, ())) > 1]
-    return remaining + [old for name in remaining for old in form.came_from.get(name, ())]
 
 
 def remarks_on_quantization(source: Layout, chosen: ChosenWeights, scheme: Scheme) -> list[str]:

@@ -94,23 +94,6 @@ class Grid:
         factors = np.where(np.isfinite(factors), factors, np.float32(1))
         return np.float32(1) / next_powers(np.float32(1) / factors) if self.dtype == _E8M0 else factors
 
-    def scales_from_factors(self, factors: Array) -> Array:
-        return factors if self.by_division else np.float32(1) / factors
-
-    def scale_bytes(self, scales: Array) -> memoryview:
-        """Return the bytes of the scales in their dtype."""
-        if self.dtype == _E8M0:
-            exponents = np.ascontiguousarray(scales).view(np.uint32) >> 23
-            return exponents.astype(np.uint8).reshape(-1).data
-        return round_to_bytes(scales, FLOAT32, self.dtype)
-
-    def apply_factors(self, values: Array, factors: Array) -> Array:
-        """Return the scaled values of complete boxes, before rounding."""
-        spread = factors.repeat(self.columns, 1) if factors.shape[1] > 1 else factors
-        boxes = values.reshape(len(factors), self.rows, values.shape[1])
-        spread = spread[:, None, :]
-        return boxes / spread if self.by_division else boxes * spread
-
     def slices_to_compute(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
         """Yield the rows and columns of parts of the matrix to compute at once: complete boxes, at least one."""
         rows, columns = shape
@@ -172,12 +155,15 @@ class QuantizedValues:
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the 8-bit values of some rows. Raises `Corrupt` for NaN or infinity."""
-        stored = self._matrix.rows_as_bits(blocks[0])
+        stored, grid = self._matrix.rows_as_bits(blocks[0]), self._grid
         quantized = np.empty(stored.shape, np.uint8)
-        for part in self._grid.slices_to_compute(box.size):
+        for part in grid.slices_to_compute(box.size):
             values = self._matrix.to_float32(stored[part])
-            factors = self._grid.factors_for_peaks(self._matrix.peaks_by_box(values, self._grid))
-            quantized[part] = round_to_e4m3(self._grid.apply_factors(values, factors)).reshape(values.shape)
+            factors = grid.factors_for_peaks(self._matrix.peaks_by_box(values, grid))
+            boxes = values.reshape(len(factors), grid.rows, values.shape[1])
+            spread = (factors.repeat(grid.columns, 1) if factors.shape[1] > 1 else factors)[:, None, :]
+            scaled = boxes / spread if grid.by_division else boxes * spread
+            quantized[part] = round_to_e4m3(scaled).reshape(values.shape)
         return quantized.reshape(-1).data, False
 
 
@@ -200,7 +186,10 @@ class Scales:
         for rows, columns in grid.slices_to_compute(stored.shape):
             peaks = self._matrix.peaks_by_box(self._matrix.to_float32(stored[rows, columns]), grid)
             top, left = rows.start // grid.rows, columns.start // grid.columns
-            scales[top : top + len(peaks), left : left + peaks.shape[1]] = grid.scales_from_factors(
-                grid.factors_for_peaks(peaks)
-            )
-        return grid.scale_bytes(scales), False
+            factors = grid.factors_for_peaks(peaks)
+            scales_of_part = factors if grid.by_division else np.float32(1) / factors
+            scales[top : top + len(peaks), left : left + peaks.shape[1]] = scales_of_part
+        if grid.dtype == _E8M0:
+            exponents = scales.view(np.uint32) >> 23
+            return exponents.astype(np.uint8).reshape(-1).data, False
+        return round_to_bytes(scales, FLOAT32, grid.dtype), False

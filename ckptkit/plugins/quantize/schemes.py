@@ -54,39 +54,30 @@ class Scheme:
 
     def quantization_config(self, unquantized: Sequence[str]) -> Mapping[str, Any]:
         """Return the `quantization_config` for config.json; the modules in `unquantized` are unquantized."""
-        if self.block is None:
-            return channel_scale_config(unquantized)
-        config = block_scale_config(self.block, unquantized)
-        return {**config, "scale_fmt": "ue8m0"} if self.exponents else config
-
-
-def block_scale_config(block: Block, unquantized: Sequence[str]) -> Mapping[str, Any]:
-    """Return the entries of transformers' `FineGrainedFP8Config`, which vLLM reads too."""
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
-        "modules_to_not_convert": list(unquantized),
-    }
-
-
-def channel_scale_config(unquantized: Sequence[str]) -> Mapping[str, Any]:
-    """Return the entries of compressed-tensors, with one scale per weight row and per input token."""
-    common = {"num_bits": 8, "type": "float", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**common, "strategy": "channel", "dynamic": False},
-        "input_activations": {**common, "strategy": "token", "dynamic": True},
-        "output_activations": None,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [rf"re:{re.escape(name)}\..*" if name.endswith(_EXPERTS) else name for name in unquantized],
-    }
+        if self.block is not None:  # the entries of transformers' `FineGrainedFP8Config`, which vLLM reads too
+            config = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(self.block),
+                "modules_to_not_convert": list(unquantized),
+            }
+            return {**config, "scale_fmt": "ue8m0"} if self.exponents else config
+        # the entries of compressed-tensors, with one scale per weight row and per input token
+        common = {"num_bits": 8, "type": "float", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**common, "strategy": "channel", "dynamic": False},
+            "input_activations": {**common, "strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": [rf"re:{re.escape(name)}\..*" if name.endswith(_EXPERTS) else name for name in unquantized],
+        }
 
 
 _BLOCK = (128, 128)

@@ -311,8 +311,11 @@ class Watcher:
 
     def find_previous_handled(self, checkpoint: Checkpoint) -> Path | None:
         """Return the last handled checkpoint before this one, even if it was deleted since; None if there is none."""
-        handled = (self.root / name for name, entry in self.journal.entries.items() if entry.state == "done")
-        steps = {path: step for path in handled if (step := find_step_in_name(path)) is not None}
+        steps: dict[Path, int] = {}
+        for name in (name for name, entry in self.journal.entries.items() if entry.state == "done"):
+            step = int(name) if name.isdecimal() else find_step_of_path(Path(name_without_suffixes(name)))
+            if step is not None:
+                steps[self.root / name] = step
         limit = -1 if checkpoint.step_in_name is None else checkpoint.step_in_name
         before = [path for path, step in steps.items() if step < limit]
         return max(before, key=lambda path: steps[path], default=None)
@@ -354,11 +357,6 @@ class Watcher:
         self._waiting.discard(name)
         self._outcomes[name] = Event(self.root / name, outcome, message)
         self.tell(self._outcomes[name])
-
-
-def find_step_in_name(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint, which need not exist."""
-    return int(path.name) if path.name.isdecimal() else find_step_of_path(Path(name_without_suffixes(path.name)))
 
 
 def find_file_identity(path: Path) -> tuple[int, int] | None:
