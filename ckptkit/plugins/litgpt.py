@@ -69,9 +69,10 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
         hub = expert_names_of_type(model)
         modules[_OWN + "mlp.gate"] = LAYER + hub.router
         modules |= feed_forward_names("mlp.experts.{expert}", *(LAYER + name for name in (hub.gate, hub.up, hub.down)))
+    projections = tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv")
     return (
         *(rule for own_name, hub_name in modules.items() for rule in weight_and_bias_rules(own_name, hub_name)),
-        *(fused_attention_rules() if model == _FUSED else separate_attention_rules()),
+        *(fused_attention_rules() if model == _FUSED else fused_qkv_rules(projections, _QKV, Grouped())),
     )
 
 
@@ -101,11 +102,6 @@ def fused_qkv_rules(hub: str | tuple[str, ...], step: TensorStep | None, older: 
         *weight_and_bias_rules(_OWN + "attn.qkv", hub, step),
         *weight_and_bias_rules(_OWN + "attn.attn", hub, older),
     )
-
-
-def separate_attention_rules() -> tuple[Rule, ...]:
-    """Return the attention rules for types with separate query, key and value tensors on the Hub."""
-    return fused_qkv_rules(tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv"), _QKV, Grouped())
 
 
 def fused_attention_rules() -> tuple[Rule, ...]:

@@ -179,7 +179,10 @@ class Consolidated(FormatReader):
         saved, params = read_consolidated_files(root, files, report), find_model_sizes(root)
         first = next(iter(saved.values()))
         count = count_sharing_ranks(first.tensors, params)
-        files = with_missing_last_files(root, files, count, report)
+        last = [rank_file_name(rank) for rank in range(len(files), count)] if count <= _MOST else []
+        for name in last:  # missing after the highest existing rank
+            report(missing_consolidated_error(root / name))
+        files = [*files, *last]
         ranks = [saved.get(name) or as_lost_tensors(first, name) for name in files]
         tensors: dict[str, StoredTensor] = {}
         spares: dict[str, tuple[Chunk, ...]] = {}
@@ -229,14 +232,6 @@ def consolidated_directory_and_files(path: Path, report: Report) -> tuple[Path, 
     for name in (rank_file_name(rank) for rank in range(max(by_rank)) if rank not in by_rank):
         report(missing_consolidated_error(root / name))
     return root, files
-
-
-def with_missing_last_files(root: Path, files: list[str], count: int, report: Report) -> list[str]:
-    """Return the file names of `count` ranks, and report missing files after the highest existing rank."""
-    missing_names = [rank_file_name(rank) for rank in range(len(files), count)] if count <= _MOST else []
-    for name in missing_names:
-        report(missing_consolidated_error(root / name))
-    return [*files, *missing_names]
 
 
 def rank_file_name(rank: int) -> str:

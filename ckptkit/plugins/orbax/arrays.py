@@ -20,10 +20,8 @@ from ckptkit.io.local import open_for_writing
 from ckptkit.io.ranges import Range
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.layout.box import Box, Shape
-from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.plugins.orbax.values import Value, open_array, read_value, translate_tensorstore_errors
-
-Move = tuple[str, Chunk, int]  # tensor name, cell, offset of the decompressed cell in the temporary file
+from ckptkit.layout.dtypes import DTYPES
+from ckptkit.plugins.orbax.values import Value, memory_store_with, read_value, translate_tensorstore_errors
 
 
 def decompress_cells(layout: Layout, report: Report = raise_problem) -> Layout:
@@ -38,35 +36,22 @@ def decompress_cells(layout: Layout, report: Report = raise_problem) -> Layout:
     require_free_space(temporary.path, total)
     with translate_os_errors(temporary.path):
         os.truncate(temporary.path, total)
-    moves = [(name, chunk, offset) for (name, chunk), offset in zip(stored, offsets, strict=True)]
-    failed = write_decompressed_cells(layout, moves, temporary.path, report)
-    moved = {
-        (name, chunk.box): chunk._replace(
-            path=str(temporary.path), offset=offset, length=nbytes_of_cell(chunk), where=None
-        )
-        for name, chunk, offset in moves
-        if offset not in failed
-    }
+    moved: dict[tuple[str, Box], Chunk] = {}
+    with OpenFiles(layout.root) as files, closing(open_for_writing(temporary.path)) as file:
+        for (name, chunk), offset in zip(stored, offsets, strict=True):
+            try:
+                data = decompress_cell(chunk, files, layout.root / chunk.path)
+            except CkptError as error:
+                report(error.blame(path=layout.root / chunk.path, tensor=name))
+                continue
+            file.write_at(data, offset)
+            place, nbytes = str(temporary.path), nbytes_of_cell(chunk)
+            moved[name, chunk.box] = chunk._replace(path=place, offset=offset, length=nbytes, where=None)
     tensors = {
         name: replace(tensor, chunks=tuple(moved.get((name, chunk.box), chunk) for chunk in tensor.chunks))
         for name, tensor in layout.tensors.items()
     }
     return replace(layout, tensors=tensors, keeper=(layout.keeper, temporary))
-
-
-def write_decompressed_cells(layout: Layout, moves: list[Move], path: Path, report: Report) -> set[int]:
-    """Decompress each cell to its offset in file `path`; return the offsets of the damaged cells."""
-    failed: set[int] = set()
-    with OpenFiles(layout.root) as files, closing(open_for_writing(path)) as file:
-        for name, chunk, offset in moves:
-            try:
-                data = decompress_cell(chunk, files, layout.root / chunk.path)
-            except CkptError as error:
-                failed.add(offset)
-                report(error.blame(path=layout.root / chunk.path, tensor=name))
-            else:
-                file.write_at(data, offset)
-    return failed
 
 
 def nbytes_of_cell(chunk: Chunk) -> int:
@@ -89,7 +74,12 @@ class ZarrArray:
 
     def open_with_cells(self, cells: Mapping[str, bytes]) -> Any:
         """Return the tensorstore array, with the values of `cells` by key."""
-        return open_array(self.driver, {_METADATA[self.driver]: self.metadata, **cells})
+        import tensorstore
+
+        context = tensorstore.Context()
+        store = memory_store_with({_METADATA[self.driver]: self.metadata, **cells}, context)
+        spec = {"driver": self.driver, "kvstore": store.spec().to_json()}
+        return tensorstore.open(spec, context=context, open=True, read=True).result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +144,13 @@ def tensor_of_array(root: Path, name: str, driver: str, values: Mapping[str, Val
         message = f"expected {len(boxes)} chunks, found {len(boxes) - len(missing)}: {lost}"
         hint = "use another checkpoint, or save this one again with a newer orbax, which stores cells of zeros too"
         raise Incomplete(message, path=path, tensor=name, hint=hint)
-    chunks = (chunk_of_cell(array, key, box, dtype, values[f"{name}/{key}"]) for key, box in boxes.items())
+    chunks = []
+    for key, box in boxes.items():
+        value = values[f"{name}/{key}"]
+        offset = value.offset if value.content is None else -next(_inline)
+        cell = Cell(ZARR, array, key, value.content)
+        chunks.append(Chunk(box, value.path, offset, value.length, dtype, where=cell))
     return StoredTensor(spec, tuple(chunks))
-
-
-def chunk_of_cell(array: ZarrArray, key: str, box: Box, dtype: DType, value: Value) -> Chunk:
-    offset = value.offset if value.content is None else -next(_inline)
-    cell = Cell(ZARR, array, key, value.content)
-    return Chunk(box, value.path, offset, value.length, dtype, where=cell)
 
 
 def cell_key_function(described: dict[str, Any]) -> Callable[[Shape], str]:

@@ -44,16 +44,6 @@ def dump_ocdbt_node(values: Mapping[str, bytes], node: str | None = None) -> dic
     return dumped
 
 
-def open_array(driver: str, values: Mapping[str, bytes]) -> Any:
-    """Return a zarr array; `values` are its metadata and its cells by key."""
-    import tensorstore
-
-    context = tensorstore.Context()
-    store = memory_store_with(values, context)
-    spec = {"driver": driver, "kvstore": store.spec().to_json()}
-    return tensorstore.open(spec, context=context, open=True, read=True).result()
-
-
 def memory_store_with(values: Mapping[str, bytes], context: tensorstore.Context) -> tensorstore.KvStore:
     import tensorstore
 
@@ -123,8 +113,15 @@ def values_in_ocdbt(root: Path) -> dict[str, Value]:
 
     Raises `Corrupt` for a damaged manifest or node, `Unsafe` for a file outside of `root`.
     """
+    manifests = {name: read_small(root / name, _LARGEST) for name in names_in(root) if name.startswith(_MANIFESTS)}
+    with translate_tensorstore_errors(root / MANIFEST):
+        versions = dump_ocdbt_node(manifests)["versions"]
+    if not versions:
+        raise Corrupt("the manifest lists no version", path=root / MANIFEST, hint="use another checkpoint")
+    level: list[Node] = []
+    if location := versions[-1]["root"].get("location"):  # an empty version has none
+        level.append(Node(*parse_location(location, root), versions[-1]["root_height"], b""))
     values: dict[str, Value] = {}
-    level = list(root_nodes(root))
     seen: set[tuple[str, int]] = set()
     with OpenFiles(root, in_order=False) as files:
         while level:
@@ -137,17 +134,6 @@ def values_in_ocdbt(root: Path) -> dict[str, Value]:
                     add_value_or_child(values, below, root, node, entry)
             level = below
     return values
-
-
-def root_nodes(root: Path) -> Iterator[Node]:
-    """Yield the root node of the newest version, unless the version is empty."""
-    manifests = {name: read_small(root / name, _LARGEST) for name in names_in(root) if name.startswith(_MANIFESTS)}
-    with translate_tensorstore_errors(root / MANIFEST):
-        versions = dump_ocdbt_node(manifests)["versions"]
-    if not versions:
-        raise Corrupt("the manifest lists no version", path=root / MANIFEST, hint="use another checkpoint")
-    if location := versions[-1]["root"].get("location"):
-        yield Node(*parse_location(location, root), versions[-1]["root_height"], b"")
 
 
 def parse_location(location: str, root: Path) -> tuple[str, Value]:

@@ -89,23 +89,18 @@ def read_rank_item(root: Path, name: str, rank: int, file: str, kind: str, item:
             content = read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread))
             return with_tensors_as_shards(content, item.spread)
         if kind == SAFETENSORS:
-            return with_tensors_as_shards(read_safetensors(root, file, rank, name, item.spread), item.spread)
+            paths = {".".join(map(str, path)): path for path in item.spread}  # its names are key paths joined by dots
+            flat = FlatState()
+            for stored, chunk in read_header_chunks(root / file).items():
+                key = (name, *paths.get(stored, (stored,)))
+                full_name = ".".join(map(str, key))
+                flat.keys[full_name] = key
+                flat.tensors[full_name] = RankTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(path=file),))
+            return with_tensors_as_shards(RankFile(rank, file, flat, None), item.spread)
         data = read_small(root / file, _LIMIT)
         value = parse_json(data, root / file) if kind == JSON else data
         flat = FlatState({}, {name: Blob(file, 0, 0, dump(value))}, {name: (name,)})
         return RankFile(rank, file, flat, value)
-
-
-def read_safetensors(root: Path, file: str, rank: int, item: str, spread: Mapping[KeyPath, object]) -> RankFile:
-    """Return the tensors in a safetensors file, whose names are key paths joined by dots."""
-    paths = {".".join(map(str, path)): path for path in spread}
-    flat = FlatState()
-    for name, chunk in read_header_chunks(root / file).items():
-        key = (item, *paths.get(name, (name,)))
-        full_name = ".".join(map(str, key))
-        flat.keys[full_name] = key
-        flat.tensors[full_name] = RankTensor(Spec(chunk.dtype, chunk.size), (chunk._replace(path=file),))
-    return RankFile(rank, file, flat, None)
 
 
 def with_tensors_as_shards(file: RankFile, spread: Mapping[KeyPath, Mapping[int, TensorSharding]]) -> RankFile:
@@ -115,18 +110,15 @@ def with_tensors_as_shards(file: RankFile, spread: Mapping[KeyPath, Mapping[int,
         placement = spread.get(file.flat.keys[name][1:], {}).get(file.rank)
         if placement is not None and plain.spread is None:
             with errors_at(tensor=name):
-                tensors[name] = as_shard(plain, placement, file.rank)
+                (chunk,) = plain.chunks
+                shape, strides = plain.spec.shape, chunk.strides or row_major_strides(plain.spec.shape)
+                record, full = TensorRecord("", chunk.dtype, 0, shape, strides), Spec(chunk.dtype, placement.shape)
+                placed = Placed(full, placement.mesh_seen_by(file.rank), placement.placements, None, record)
+                chunks = [
+                    cut_chunk_to_box(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.placed_boxes
+                ]
+                tensors[name] = RankTensor(full, tuple(chunks), spread=placed)
     return replace(file, flat=replace(file.flat, tensors=tensors))
-
-
-def as_shard(plain: RankTensor, placement: TensorSharding, rank: int) -> RankTensor:
-    """Return a plain tensor as the shard of a larger tensor on this rank."""
-    (chunk,) = plain.chunks
-    shape, strides = plain.spec.shape, chunk.strides or row_major_strides(plain.spec.shape)
-    record, full = TensorRecord("", chunk.dtype, 0, shape, strides), Spec(chunk.dtype, placement.shape)
-    placed = Placed(full, placement.mesh_seen_by(rank), placement.placements, None, record)
-    chunks = [cut_chunk_to_box(chunk, Box(at, box.size))._replace(box=box) for box, at in placed.placed_boxes]
-    return RankTensor(full, tuple(chunks), spread=placed)
 
 
 _OF_RANK = re.compile(r"(?P<item>.+)_(?P<rank>[0-9]{1,7})\.(?P<kind>pt|safetensors|json|bin)")

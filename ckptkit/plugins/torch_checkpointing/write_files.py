@@ -35,17 +35,17 @@ def arrange_items(wanted: Layout, world: int) -> Iterator[NewFile]:
             raise Unsupported(f"the item `{item}` has no file name in this format", hint="rename it with --rename")
         for rank in range(world):
             yield writing.make_rank_file(f"{item}_{rank}.pt", names, rank)
-    metadata = pickle.dumps(
-        {
-            "version": "2.0",
-            "world_size": world,
-            "metadata": {
-                item: describe_item(writing, tensors, world)
-                for item, names in items.items()
-                if (tensors := [name for name in names if name in wanted.tensors])
-            },
+    described = {}  # how the tensors of each item are sharded
+    for item, names in items.items():
+        shardings = {
+            json.dumps(writing.key_in_rank_file(name), separators=(",", ":")): [describe_sharding(writing, name, world)]
+            for name in names
+            if name in wanted.tensors
         }
-    )
+        if shardings:
+            ranks = dict.fromkeys(range(world))
+            described[item] = {"nested_path_to_metadata": shardings, "rank_to_layout_info": ranks}
+    metadata = pickle.dumps({"version": "2.0", "world_size": world, "metadata": described})
     yield NewFile(NAME, len(metadata), ((0, metadata),))
 
 
@@ -85,17 +85,6 @@ class ItemWriting(Writing):
         return (Shard(0),) if self.wanted.tensors[name].spec.shape else None
 
 
-def describe_item(writing: Writing, tensors: list[str], world: int) -> dict[str, Any]:
-    """Return the metadata of an item: how each of its tensors is sharded."""
-    return {
-        "nested_path_to_metadata": {
-            json.dumps(writing.key_in_rank_file(name), separators=(",", ":")): [describe_sharding(writing, name, world)]
-            for name in tensors
-        },
-        "rank_to_layout_info": dict.fromkeys(range(world)),
-    }
-
-
 def describe_sharding(writing: Writing, name: str, world: int) -> dict[str, Any]:
     """Return the metadata of a tensor; a tensor that each rank stores is replicated.
 
@@ -112,10 +101,9 @@ def describe_sharding(writing: Writing, name: str, world: int) -> dict[str, Any]
             "mesh_data": tuple(range(world)),
             "mesh_dim_names": _AXES if placements else None,
         },
-        "placements": [placement_record(placement) for placement in placements or (None,)],
+        "placements": [
+            {"type": "Shard", "dim": placement.dim} if placement else {"type": "Replicate"}
+            for placement in placements or (None,)
+        ],
     }
     return {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": tuple(range(world))}
-
-
-def placement_record(placement: Placement) -> dict[str, Any]:
-    return {"type": "Shard", "dim": placement.dim} if placement else {"type": "Replicate"}

@@ -29,12 +29,8 @@ AHEAD_BYTES = 1 << 30  # memory for tensors that were read ahead; a single large
 _THREADS = 4  # parallel reads: each small tensor in a store costs a round trip
 
 
-def skip_none(_name: str) -> bool:
-    return False
-
-
 def read_tensors_ahead(
-    tensors: LazyCheckpoint, skip: Callable[[str], bool] = skip_none
+    tensors: LazyCheckpoint, skip: Callable[[str], bool] = lambda _name: False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors in file order, without the tensors that `skip` excludes.
 
