@@ -167,9 +167,9 @@ def expert_shapes_by_rank(experts: ExpertFiles, model: ModelStates, ranks: int) 
     """Return the shapes of the trainable expert tensors of each of `ranks` ranks, in the model's order."""
     buffers = {find_name_around_number(name) for name in model.buffers} - {None}
     slices: dict[str, Shape] = {}
-    for name, tensor in experts.fused.items():
-        layer = experts.auto_layers[name]
-        slices[name] = (layer.experts // layer.ranks, *tensor.spec.shape[1:])
+    for fused, tensor in experts.fused.items():
+        layer = experts.auto_layers[fused]
+        slices[fused] = (layer.experts // layer.ranks, *tensor.spec.shape[1:])
     by_rank = [dict(slices) for _ in range(ranks)]
     for file in experts.files:
         for name, value in require_dict(file.value, file.name).items():

@@ -147,9 +147,9 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     assert options.quantize is not None
     if not isinstance(model.expected, Form):
         reason = model.expected
-        hint = (reason.hint if reason else None) or "pip install transformers, which knows most types of models"
+        install = "pip install transformers, which knows most types of models"
         message = f"ckptkit does not know which layers are linear{f': {reason.message}' if reason else ''}"
-        raise Unsupported(message, path=model.companions.found_in, hint=hint)
+        raise Unsupported(message, path=model.companions.found_in, hint=(reason and reason.hint) or install)
     form, scheme = model.expected, SCHEMES[options.quantize]
     linear = expected_model(model.config).linear_layers(form)
     names = [name for name in linear.names if name in model.layout.tensors]
