@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from ckptkit.plugins.deltas.apply_in_place import apply_in_place as apply_in_place
     from ckptkit.plugins.deltas.delta import WrittenDelta as WrittenDelta
     from ckptkit.plugins.deltas.delta import delta as delta
-    from ckptkit.plugins.deltas.inspect_delta import InspectedDelta as InspectedDelta
-    from ckptkit.plugins.deltas.inspect_delta import inspect_delta as inspect_delta
+    from ckptkit.plugins.deltas.open_delta import InspectedDelta as InspectedDelta
+    from ckptkit.plugins.deltas.open_delta import inspect_delta as inspect_delta
     from ckptkit.plugins.deltas.verify_delta import verify_delta as verify_delta
     from ckptkit.plugins.estimate.estimate import Estimated as Estimated
     from ckptkit.plugins.estimate.estimate import estimate as estimate
@@ -101,7 +101,7 @@ _HOMES = {
         "plugins.deltas.apply": "apply",
         "plugins.deltas.apply_in_place": "apply_in_place ChangedInPlace",
         "plugins.deltas.delta": "delta WrittenDelta",
-        "plugins.deltas.inspect_delta": "inspect_delta InspectedDelta",
+        "plugins.deltas.open_delta": "inspect_delta InspectedDelta",
         "plugins.deltas.verify_delta": "verify_delta",
         "plugins.estimate.estimate": "estimate Estimated",
         "plugins.prove.prove": "prove Proved",

@@ -50,7 +50,6 @@ _QKV = Concatenated(3, extents=("heads", "key_heads", "key_heads"))
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(LITGPT.name, _TYPES)
     if model == _NEOX:
         return neox_rules()
@@ -147,7 +146,6 @@ def computation_settings_of(checkpoint: Layout) -> dict[str, Any]:
 
 
 def parse_yaml_scalar(text: str) -> Any:
-    """Return a scalar of YAML as a constant, a number or a word."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     try:

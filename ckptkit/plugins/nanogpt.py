@@ -24,7 +24,6 @@ _ARGS = "model_args"
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the naming rules. Raises `Unsupported` for any other model type than GPT-2."""
     sizes.require_type(NANOGPT.name, _TYPES)
     return (
         *(rule_for_tensor(f"{name}.weight", SwappedAxes()) for name in _MATRICES),

@@ -33,7 +33,6 @@ _MODULES = {
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(OLMO.name, _TYPES)
     is_before = model in _BEFORE
     norms = {
@@ -45,7 +44,6 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 
 def mixture_rules() -> tuple[Rule, ...]:
-    """Return the rules for a mixture of experts."""
     hub, own = expert_names_of_type("flex_olmo"), _OWN + "feed_forward_moe."
     projections = {"w1": hub.gate, "w3": hub.up, "w2": hub.down}
     return (

@@ -27,7 +27,6 @@ _FOUR_NORMS = {
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(TORCHTUNE.name, _TYPES)
     norms = _FOUR_NORMS if model == "gemma2" else _NORMS
     names = {_OWN + own: LAYER + hub for own, hub in norms.items()}

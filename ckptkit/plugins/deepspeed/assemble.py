@@ -16,7 +16,7 @@ from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
 from ckptkit.plugins.deepspeed.model_states import tensor_parallel_error
 from ckptkit.plugins.deepspeed.modules import put_module, put_modules_in_slices, put_parameter
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
-from ckptkit.plugins.deepspeed.parts import PartOfModel, read_model_part
+from ckptkit.plugins.deepspeed.partitions import PartOfModel, read_model_part
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, put_unpartitioned
 from ckptkit.plugins.deepspeed.values import require_dict

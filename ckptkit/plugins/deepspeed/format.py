@@ -24,7 +24,7 @@ from ckptkit.plugins.deepspeed.names import (
     is_deepspeed_file,
     is_useless_alone,
 )
-from ckptkit.plugins.deepspeed.parts import read_model_part
+from ckptkit.plugins.deepspeed.partitions import read_model_part
 
 
 class DeepSpeed(FormatReader):
@@ -36,7 +36,6 @@ class DeepSpeed(FormatReader):
     resized_as = "universal"
 
     def owns_file(self, name: str) -> bool:
-        """Return True for the file names that DeepSpeed uses."""
         return is_deepspeed_file(name)
 
     def rank_of(self, name: str) -> int | None:
@@ -58,7 +57,6 @@ class DeepSpeed(FormatReader):
         return is_useless_alone(path.name) and is_torch_save(path)
 
     def check_files_complete(self, path: Path, report: Report) -> None:
-        """Report each file that is missing or truncated."""
         files = files_at(path)
         check_files(path, sorted(source_file_names(files)), report)
         for part in files.parts:
@@ -76,7 +74,6 @@ class DeepSpeed(FormatReader):
         return read_directory_layout(path, files_at(path), report)
 
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
-        """Return every zip entry of every file."""
         return archive_extents_of(layout, layout.descriptions, report)
 
 

@@ -15,14 +15,13 @@ from ckptkit.layout import Spec, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import find_name_around_number
 from ckptkit.plugins.deepspeed.model_states import ModelStates
-from ckptkit.plugins.deepspeed.parts import PartOfModel
+from ckptkit.plugins.deepspeed.partitions import PartOfModel
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
 from ckptkit.plugins.deepspeed.zero import ZeroParameter, chunks_of_shares, padded_elements_per_rank
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
-    """Put a parameter and its optimizer state."""
     gathering.put_entry((MODEL, parameter.name), parameter.master)
     for state_name, moment in parameter.moments.items():
         gathering.put_entry((*STATE, parameter.name, state_name), moment)

@@ -26,7 +26,6 @@ OFFLOADED = "offloaded_tensors"  # directory of DeepSpeed's NVMe swapper
 
 
 def is_deepspeed_file(name: str) -> bool:
-    """Return whether DeepSpeed writes files of this name."""
     return any(pattern.fullmatch(name) for pattern in _ALL)
 
 

@@ -85,7 +85,6 @@ def full_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
 
 
 def path_from_root(*names: str) -> str:
-    """Return a path relative to the root."""
     return str(PurePosixPath(*names))
 
 

@@ -118,7 +118,6 @@ def find_slice_map(saved: Mapping[str | int, Any], ranks: int) -> SliceMap | Non
 def read_slice(
     saved: Mapping[str | int, Any], rank: int, shape: Shape, name: str
 ) -> tuple[Shape, tuple[SlicePiece, ...]]:
-    """Return the shape of a slice, and its pieces."""
     slice_shape = require_counts(saved.get("shard_shape"), _MAP)
     pieces = []
     for piece in require_each(saved.get("pieces"), require_dict, "pieces"):

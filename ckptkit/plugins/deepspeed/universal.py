@@ -250,7 +250,6 @@ class Universal(FormatWriter):
     needs_shapes = True
 
     def owns_file(self, name: str) -> bool:
-        """Return True for the parameter directory, the model states and the pointer file."""
         return name in (ZERO, POINTER) or is_deepspeed_file(name)
 
     def detect(self, path: Path) -> bool:
@@ -258,7 +257,6 @@ class Universal(FormatWriter):
         return path.is_dir() and find_tag_directory(path) is not None
 
     def check_files_complete(self, path: Path, report: Report) -> None:
-        """Report each parameter file that is missing."""
         check_parameter_files(path, find_tag_directory(path) or "", report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
@@ -266,7 +264,6 @@ class Universal(FormatWriter):
         return read_universal(path, find_tag_directory(path) or "", report)
 
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
-        """Return every zip entry of every file."""
         return archive_extents_of(layout, (name for name in layout.descriptions if name != POINTER), report)
 
     def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
@@ -274,7 +271,6 @@ class Universal(FormatWriter):
         return tuple(universal_files(wanted, options))
 
     def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
-        """Return both byte ranges of the CRC-32 of each storage."""
         return checksum_offsets_in(written, sorted(written.paths))
 
 

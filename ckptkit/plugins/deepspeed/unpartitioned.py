@@ -67,7 +67,6 @@ class Gathering:
                 self.put_entry((*STATE, name, state_name), stored)
 
     def put_group(self, flattening: Flattening, number: int, settings: Settings, names: Sequence[str | int]) -> None:
-        """Put the hyperparameters and the parameter names (or indices) of a parameter group."""
         for key, value in settings.items():
             if key != "params":
                 self.put_flattened(flattening, value, (*GROUPS, number, key))

@@ -25,7 +25,6 @@ def require_dict(value: Any, name: str) -> dict[str | int, Any]:
 
 
 def dict_or_empty(value: Any, what: str) -> dict[str | int, Any]:
-    """Return the items of a dict; {} for None."""
     return {} if value is None else require_dict(value, what)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Source
@@ -26,6 +28,9 @@ from ckptkit.state.report import Converted, complete_result, predict_result
 
 if TYPE_CHECKING:
     from ckptkit.plugins.deltas.chain import DeltaChain, Patched
+    from ckptkit.plugins.deltas.changes import Changes
+
+_KEPT = 4  # tensors whose changes stay in memory; threads work on neighboring tensors
 
 
 def apply(
@@ -123,14 +128,19 @@ def find_file_by_tensor(base: ConsolidatedView) -> Mapping[str, str] | None:
 
 def patch_recipes_by_name(chain: DeltaChain, base: Layout) -> dict[str, Patched]:
     """Return a recipe for each changed tensor, which starts from the base or from a full tensor in a delta."""
-    from ckptkit.plugins.deltas.chain import LoadedChanges, Patched
+    from ckptkit.plugins.deltas.chain import Patched
     from ckptkit.plugins.deltas.open_delta import WHOLE
 
-    changes = LoadedChanges(chain)
+    lock, load_changes = Lock(), lru_cache(_KEPT)(chain.find_changes_of)
+
+    def find_changes(name: str) -> Changes | None:
+        with lock:  # so that only one thread loads the changes of a tensor
+            return load_changes(name)
+
     recipes = {}
     for name, spec in chain.specs.items():
         last = chain.find_last_full_delta(name)
         operand = Operand(0, name, spec.dtype) if last is None else Operand(last + 1, name + WHOLE, spec.dtype)
         shape = base.tensors[name].shape_of_chunks if last is None else spec.shape
-        recipes[name] = Patched(operand, name, shape, changes)
+        recipes[name] = Patched(operand, name, shape, find_changes)
     return recipes

@@ -15,10 +15,10 @@ from ckptkit.io.path import to_local_path, to_path
 from ckptkit.layout import Layout
 from ckptkit.plugins.deltas import in_place
 from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
-from ckptkit.plugins.deltas.chain import DeltaChain, short_id
+from ckptkit.plugins.deltas.chain import DeltaChain
 from ckptkit.plugins.deltas.identity import checksum_by_tensor, identity_of_model
 from ckptkit.plugins.deltas.open_delta import Delta, open_delta
-from ckptkit.plugins.deltas.record import RECORD, is_complete_delta, is_unfinished_delta
+from ckptkit.plugins.deltas.record import RECORD, is_complete_delta, is_unfinished_delta, short_id
 from ckptkit.plugins.deltas.verify_delta import check_delta
 from ckptkit.summary import Summarized
 from ckptkit.words import count

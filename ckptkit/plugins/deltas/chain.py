@@ -5,8 +5,7 @@ The result of each delta is the base of the next delta.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,38 +24,21 @@ from ckptkit.layout.plan import Operand
 from ckptkit.plugins.deltas.changes import Array, Changes, load_changes, merge_changes
 from ckptkit.plugins.deltas.identity import identity_of_model
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta
-from ckptkit.plugins.deltas.record import RECORD
+from ckptkit.plugins.deltas.record import RECORD, short_id
 
-_KEPT = 4  # tensors whose changes stay in memory; threads work on neighboring tensors
-
-
-class LoadedChanges:
-    """The changes of a chain by tensor, loaded at first use. A small cache keeps the last few tensors."""
-
-    def __init__(self, chain: DeltaChain) -> None:
-        self._chain = chain
-        self._lock = threading.Lock()
-        self._cache: dict[str, Changes | None] = {}
-
-    def __getitem__(self, name: str) -> Changes | None:
-        with self._lock:
-            if name not in self._cache:
-                while len(self._cache) >= _KEPT:
-                    del self._cache[next(iter(self._cache))]
-                self._cache[name] = self._chain.find_changes_of(name)
-            return self._cache[name]
+FindChanges = Callable[[str], Changes | None]  # (tensor name) -> its changes
 
 
 class Patched:
     """The recipe of a tensor in which some elements change. The boxes passed to it refer to a tensor of `shape`."""
 
-    def __init__(self, operand: Operand, name: str, shape: Shape, changes: LoadedChanges) -> None:
+    def __init__(self, operand: Operand, name: str, shape: Shape, find_changes: FindChanges) -> None:
         self.operands = (operand,)
-        self._name, self._box, self._changes = name, full_box(shape), changes
+        self._name, self._box, self._find_changes = name, full_box(shape), find_changes
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
         """Return the elements of a box after the change; the box must be contiguous in row-major order."""
-        changes = self._changes[self._name]
+        changes = self._find_changes(self._name)
         if changes is not None:
             write_changes_into(blocks[0], span_of(box, self._box, None).start, changes, dtype.itemsize)
         return blocks[0], False
@@ -90,7 +72,6 @@ def write_changes_into(block: memoryview, first: int, changes: Changes, itemsize
 
 
 WRITE_AGAIN = "copy the delta again, or write it again with `ckptkit delta`"
-_SHOWN = 12  # digits of an identity in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +114,6 @@ class DeltaChain:
         return merge_changes(changes) if changes else None
 
     def last_payload_path_of(self, name: str) -> Path:
-        """Return the file of the last delta that changes the tensor."""
         return next(delta.payload_path_of(name) for delta in reversed(self.deltas) if name in delta.record.tensors)
 
     def new_blocks_of(self, base: Layout, name: str) -> Iterator[NewBlock]:
@@ -191,7 +171,3 @@ class DeltaChain:
                 hint = f"`ckptkit apply --dtype {spec.dtype}` casts the base first" if is_castable else None
                 message = f"expected {spec} as in the delta, found {tensor.spec}"
                 raise Mismatch(message, path=base.root, tensor=name, hint=hint)
-
-
-def short_id(identity: str) -> str:
-    return identity[:_SHOWN]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ckptkit.engine.blocks import Block
 from ckptkit.engine.check_sources import Sources
-from ckptkit.engine.compare import are_equal_buffers
+from ckptkit.engine.compare import are_equal_buffers, unsharded_tensors
 from ckptkit.engine.copy import reread_unchecked_ranges
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.read import read_box
@@ -21,9 +21,9 @@ from ckptkit.engine.visit import Pieces, Worker, visit_blocks
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.progress import Told
-from ckptkit.layout import Chunk, Layout, StoredTensor
+from ckptkit.layout import Layout
 from ckptkit.layout.box import full_box
-from ckptkit.layout.plan import Plan, Target, targets_for
+from ckptkit.layout.plan import Plan, targets_for
 from ckptkit.layout.small_floats import SMALL_FLOATS
 from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, Delta
 from ckptkit.words import count
@@ -75,10 +75,6 @@ class Changes(NamedTuple):
     positions: Array
     values: Array
 
-    @property
-    def change_count(self) -> int:
-        return len(self.positions)
-
 
 _INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00}  # bit patterns; without the sign bit, NaN is greater than infinity
 
@@ -95,7 +91,6 @@ def count_nan(values: Array, dtype: str) -> int:
 
 
 def nan_warnings(number: int) -> tuple[str, ...]:
-    """Return a warning if the delta contains NaN."""
     return (f"{count(number, 'new value', 'is')} NaN: vLLM refuses such a patch",) if number else ()
 
 
@@ -127,11 +122,9 @@ def pass_changes_to(
     is verified. Returns the CRC-32 of each tensor before and after, and the source bytes with a verified checksum.
     """
     specs = before.specs
-    targets: list[Target] = []
-    for name, spec in specs.items():  # each tensor is one contiguous row-major target
-        chunk = Chunk(full_box(spec.shape), name, 0, spec.nbytes, spec.dtype)
-        targets += targets_for(name, StoredTensor(spec, (chunk,)), (before, after))
-    plan = Plan(before, after, tuple(targets), (after,))
+    pair, unsharded = (before, after), unsharded_tensors(specs)
+    targets = tuple(target for name, wanted in unsharded.items() for target in targets_for(name, wanted, pair))
+    plan = Plan(before, after, targets, (after,))
     sources = Sources(plan, Ledger())
     sums: tuple[Checksums[str], Checksums[str]] = (Checksums(), Checksums())
 

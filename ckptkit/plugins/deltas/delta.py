@@ -153,7 +153,6 @@ class ComparedPair:
         return FoundChanges(after.specs, old, new, spool, filler_from_model(after, self.jobs)), checked
 
     def make_written_delta(self, output: Path, changes: FoundChanges, checked: int) -> WrittenDelta:
-        """Return the planned delta for these changes."""
         from ckptkit.plugins.deltas.changes import nan_warnings
 
         checkpoints = [side.checkpoint for side in self.sides]

@@ -82,7 +82,13 @@ def write_change_journal(local: Path, base: Layout, sums: Mapping[str, int], cha
         make_directory(new_journal)
         with Spool(new_journal / _SPOOL, base.specs) as spool:
             for name in chain.specs:
-                spool_changes(spool, base, chain, name, sums[name])
+                crc, itemsize = 0, base.specs[name].dtype.itemsize
+                for block in chain.new_blocks_of(base, name):
+                    crc = crc32(block.old, crc)
+                    spool.add_block_changes(name, block.first, differing_elements(block.old, block.new, itemsize))
+                if crc != sums[name]:
+                    message = f"expected CRC-32 {sums[name]:08x}, found {crc:08x}"
+                    raise Corrupt(message, path=base.root, tensor=name)
             record = write_delta(new_journal, FoundChanges(base.specs, sums, after, spool, fill_tensors))
         with translate_os_errors(local):
             remove_path(new_journal / _SPOOL)
@@ -95,17 +101,6 @@ def write_change_journal(local: Path, base: Layout, sums: Mapping[str, int], cha
             remove_path(new_journal)
         raise
     return record
-
-
-def spool_changes(spool: Spool, base: Layout, chain: DeltaChain, name: str, expected: int) -> None:
-    """Add the changes of a tensor. Raises `Corrupt` if its data in `base` does not have the CRC-32 `expected`."""
-    crc = 0
-    for block in chain.new_blocks_of(base, name):
-        crc = crc32(block.old, crc)
-        itemsize = base.specs[name].dtype.itemsize
-        spool.add_block_changes(name, block.first, differing_elements(block.old, block.new, itemsize))
-    if crc != expected:
-        raise Corrupt(f"expected CRC-32 {expected:08x}, found {crc:08x}", path=base.root, tensor=name)
 
 
 def complete_journal(local: Path) -> Delta:

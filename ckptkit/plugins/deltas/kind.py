@@ -9,8 +9,7 @@ from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.cli.output import pick, print_json, print_table, print_text_line
 from ckptkit.hub.cp import Contents
 from ckptkit.io.file import file_size
-from ckptkit.plugins.deltas.inspect_delta import inspect_delta
-from ckptkit.plugins.deltas.open_delta import open_delta
+from ckptkit.plugins.deltas.open_delta import inspect_delta, open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD, is_complete_delta
 from ckptkit.plugins.deltas.verify_delta import verify_delta
 from ckptkit.words import per_cent
@@ -30,7 +29,6 @@ def list_contents(path: Path) -> Contents:
 
 
 def show_description(path: Path, *, tensors: bool, json: bool) -> None:
-    """Print a summary of a delta, for `ckptkit inspect`."""
     inspected = inspect_delta(path)
     record = inspected.record
     if json:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.errors import Corrupt
 from ckptkit.formats.safetensors_headers import read_header_chunks
+from ckptkit.io.path import to_path
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.deltas.record import DeltaRecord, read_delta_record
+from ckptkit.plugins.deltas.record import FORMAT, DeltaRecord, read_delta_record, short_id
+from ckptkit.summary import Summarized
 
 VALUES, INDICES, WHOLE = ".values", ".indices", ".whole"
 _INT32, _INT64 = DTYPES["int32"], DTYPES["int64"]
@@ -42,7 +44,6 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tensor data in the delta."""
         return self.layout.nbytes
 
     def payload_path_of(self, name: str) -> Path:
@@ -91,3 +92,26 @@ def check_payload(path: Path, record: DeltaRecord, tensors: Mapping[str, StoredT
                 raise Corrupt(message, path=path, tensor=name)
     if stray := min(tensors.keys() - known, default=None):
         raise Corrupt("`delta.json` does not name this tensor", path=path, tensor=stray)
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedDelta(Summarized):
+    """A summary of a delta: its `delta.json`, and the bytes of tensor data that it contains."""
+
+    path: Path
+    format: str
+    record: DeltaRecord
+    nbytes: int
+
+    def summary(self) -> Iterator[str]:
+        yield f"{self.path}: {self.format}, from {short_id(self.record.base)} to {short_id(self.record.new)}"
+        yield from self.record.summary(self.nbytes)
+
+
+def inspect_delta(path: str | Path) -> InspectedDelta:
+    """Return a summary of the delta in directory `path`.
+
+    Raises `Incomplete` if it is not finished, `Corrupt` if its files do not fit together.
+    """
+    delta = open_delta(to_path(path))
+    return InspectedDelta(delta.path, FORMAT, delta.record, delta.nbytes)

@@ -33,6 +33,7 @@ def is_unfinished_delta(path: Path) -> bool:
 
 FORMAT, VERSION = "ckptkit-delta", 1
 _LIMIT = 1 << 28  # bytes
+_SHOWN = 12  # digits of an identity in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,6 @@ class DeltaRecord:
 
     @property
     def changed(self) -> int:
-        """Return how many elements changed."""
         return sum(tensor.changed for tensor in self.tensors.values())
 
     @property
@@ -156,3 +156,7 @@ def parse_delta_tensor(name: str, value: Mapping[str, Any]) -> DeltaTensor:
         raise Corrupt(f"expected 1 to {spec.numel} changed elements, found {changed}", tensor=name)
     sums = (int(value[key], 16) for key in ("crc32_base", "crc32_new"))
     return DeltaTensor(spec, changed, str(value["file"]), *sums)
+
+
+def short_id(identity: str) -> str:
+    return identity[:_SHOWN]

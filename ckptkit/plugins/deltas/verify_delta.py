@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source
@@ -34,17 +34,8 @@ from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedDelta:
-    """The result of reading a delta: bytes with and without a recorded checksum, and the count of new NaN values."""
-
-    checked_bytes: int = 0
-    unchecked_bytes: int = 0
-    nan: int = 0
-
-
-def check_delta(delta: Delta, report: Report = raise_problem) -> CheckedDelta:
-    """Read all data of a delta, and report each damaged tensor.
+def check_delta(delta: Delta, report: Report = raise_problem) -> int:
+    """Read all data of a delta, report each damaged tensor, and return how many new values are NaN.
 
     Positions must be strictly increasing and inside the tensor; a full tensor must have the CRC-32 that `delta.json`
     records.
@@ -55,9 +46,7 @@ def check_delta(delta: Delta, report: Report = raise_problem) -> CheckedDelta:
             nan += count_nan_in_tensor(delta, name)
         except CkptError as error:
             report(error.blame(path=delta.payload_path_of(name), tensor=name))
-    sizes = [(t.chunks[0].crc32 is not None, t.spec.nbytes) for t in delta.layout.tensors.values()]
-    checked = sum(nbytes for is_checked, nbytes in sizes if is_checked)
-    return CheckedDelta(checked, sum(nbytes for _, nbytes in sizes) - checked, nan)
+    return nan
 
 
 def count_nan_in_tensor(delta: Delta, name: str) -> int:
@@ -106,7 +95,9 @@ def verify_delta(
 
 def verify_delta_data(delta: Delta, problems: Problems) -> Verified:
     """Read all data of a delta, and collect each damaged tensor and file in `problems`."""
-    checked = check_delta(delta, problems.add)
+    nan = check_delta(delta, problems.add)
+    tensors = delta.layout.tensors.values()
+    checked = sum(tensor.spec.nbytes for tensor in tensors if tensor.chunks[0].crc32 is not None)
     manifest = read_manifest(delta.path)
     files = {RECORD, *delta.layout.files}
     known = {name: manifest.files[name] for name in sorted(files) if name in manifest.files} if manifest else {}
@@ -118,12 +109,12 @@ def verify_delta_data(delta: Delta, problems: Problems) -> Verified:
     return Verified(
         delta.path,
         FORMAT,
-        notes=nan_warnings(checked.nan),
+        notes=nan_warnings(nan),
         files=len(files),
         tensors=len(delta.record.tensors),
         nbytes=sum(file_size(delta.path / name) for name in files),
-        checked_bytes=checked.checked_bytes,
-        unchecked_bytes=checked.unchecked_bytes,
+        checked_bytes=checked,
+        unchecked_bytes=delta.nbytes - checked,
         has_manifest=manifest is not None,
         looked_at=frozenset(delta.path / name for name in files),
     )

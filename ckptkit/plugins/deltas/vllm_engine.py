@@ -66,7 +66,6 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: DeltaInitInfo) -> None:  # noqa: ARG002
-        """Check that deltas can be applied to this engine."""
         with log_errors():
             self.require_patchable_weights()
 

@@ -69,10 +69,10 @@ class Spool:
 
     def add_block_changes(self, name: str, first: int, changes: Changes) -> None:
         """Add the changes of the block that begins at element `first`; positions count from the start of the block."""
-        if not changes.change_count:
+        if not len(changes.positions):
             return
         spec = self._specs[name]
-        self.changed[name] += changes.change_count
+        self.changed[name] += len(changes.positions)
         self.nan += count_nan(changes.values, spec.dtype.name)
         if self._path is None or is_full_tensor_smaller(spec, self.changed[name]):
             # the full tensor will be stored instead, so its blocks are not needed
@@ -83,7 +83,7 @@ class Spool:
             self._file.seek(self._end)
             self._file.write(positions.tobytes())
             self._file.write(changes.values.tobytes())
-        self._blocks[name].append(SpooledBlock(first, changes.change_count, self._end))
+        self._blocks[name].append(SpooledBlock(first, len(changes.positions), self._end))
         self._end += positions.nbytes + changes.values.nbytes
 
     def read_tensor_changes(self, name: str) -> Iterator[tuple[bytes, bytes]]:
@@ -127,7 +127,6 @@ class FoundChanges:
 
     @property
     def payload_bytes(self) -> int:
-        """Return the bytes of all tensors in the delta."""
         return sum(
             spec.nbytes for tensor_specs in self.payload_specs_by_tensor.values() for spec in tensor_specs.values()
         )

@@ -52,7 +52,6 @@ class Architecture:
 
     @cached_property
     def all_blocks_numel(self) -> int:
-        """Return the parameters of all transformer blocks."""
         return sum(self._blocks.values())
 
     @property

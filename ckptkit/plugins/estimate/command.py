@@ -117,7 +117,6 @@ def estimate(
 
 
 def report(estimated: Estimated, *, in_detail: bool) -> None:
-    """Print the estimate as tables."""
     model, setup = estimated.model, estimated.budgets[0].setup
     parameters = f"{format_count(model.numel)} parameters with a vocabulary of {model.vocabulary:,}"
     print_text_line(f"{model.model_type}: {parameters}")

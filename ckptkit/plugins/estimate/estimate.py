@@ -176,7 +176,6 @@ def checkpoint_bytes_by_kind(model: Architecture, setup: Setup) -> dict[str, int
 
 
 def notes_on_limits(model: Architecture, setup: Setup) -> Iterator[str]:
-    """Yield the limits of an estimate."""
     if setup.master_dtype.name == "bfloat16":
         yield (
             "weights stored in bfloat16 lose small updates: at a learning rate of 2e-5 AdamW does not move a weight "

@@ -109,17 +109,14 @@ class Budget:
 
     @property
     def peak_moment(self) -> str:
-        """Return the moment of the peak."""
         return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
 
     @property
     def peak_bytes_by_component(self) -> Parts:
-        """Return the bytes at the peak, by component."""
         return self.moments[self.peak_moment]
 
     @property
     def peak(self) -> int:
-        """Return the total bytes at the peak."""
         return sum(self.peak_bytes_by_component.values())
 
 

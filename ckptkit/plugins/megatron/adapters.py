@@ -60,7 +60,6 @@ def find_trainer_matrix(name: str) -> TrainerMatrix | None:
 
 
 def has_adapter_matrix(names: Collection[str]) -> bool:
-    """Return whether any name is a LoRA matrix of Megatron's trainers."""
     return any(find_trainer_matrix(name) for name in names)
 
 

@@ -17,7 +17,7 @@ from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.io.file import is_existing_path
-from ckptkit.layout import Blob, Layout
+from ckptkit.layout import Layout
 from ckptkit.models.computation import POSITIONS
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.plugins.megatron import hybrid_names as hybrid
@@ -166,22 +166,19 @@ def sizes_in_both(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, 
 
 def read_job_arguments(checkpoint: Layout) -> Mapping[str, Any]:
     """Return the arguments of the job by name, or else the entries that all ranks share; {} without either."""
-    entries = {checkpoint.key(name): blob for name, blob in checkpoint.blobs.items()}
+    root, entries = checkpoint.root, {checkpoint.key(name): blob for name, blob in checkpoint.blobs.items()}
     if (_ARGS,) in entries:
-        saved = load_value(checkpoint.root, entries[_ARGS,])
+        saved = load_value(root, entries[_ARGS,])
     else:
-        common = dict(find_dict_items(find_shared_dict(checkpoint, entries.get((_INSIDE,)))) or ())
+        shared = None
+        if (_INSIDE,) in entries:
+            listed = load_value(root, entries[_INSIDE,])
+            if not (isinstance(listed, list) and len(listed) == 1):
+                raise Corrupt("expected a list of one dict, found something else", path=root, tensor=_INSIDE)
+            shared = listed[0]
+        elif is_existing_path(root / COMMON):
+            shared = read_state_file(root, COMMON).value
+        common = dict(find_dict_items(shared) or ())
         saved = common.get(_ARGS, common)
     state = saved.state if isinstance(saved, Record) else saved
     return {str(name): value for name, value in find_dict_items(state) or ()}
-
-
-def find_shared_dict(checkpoint: Layout, inside: Blob | None) -> object:
-    """Return the dict that all ranks share, from its entry `inside` or from `common.pt`; None without either."""
-    if inside is not None:
-        saved = load_value(checkpoint.root, inside)
-        if not (isinstance(saved, list) and len(saved) == 1):
-            raise Corrupt("expected a list of one dict, found something else", path=checkpoint.root, tensor=_INSIDE)
-        return saved[0]
-    is_beside = is_existing_path(checkpoint.root / COMMON)
-    return read_state_file(checkpoint.root, COMMON).value if is_beside else None

@@ -8,6 +8,7 @@ under `rank_state` and the index of the rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -36,7 +37,7 @@ from ckptkit.plugins.megatron.saved import (
     refuse_hidden_splits,
     require_rank_file,
 )
-from ckptkit.plugins.megatron.states import NamedOptimizer, find_named_optimizer
+from ckptkit.plugins.megatron.states import NamedOptimizer, Uncertain, read_named_optimizer
 
 _MODEL = "model"
 _RANKS = "rank_state"
@@ -63,13 +64,12 @@ class LayoutBuilder:
 
     def add_optimizer(self, report: Report) -> None:
         """Add the optimizer by parameter name if the names are certain on every rank, or else unchanged per rank."""
-        ranks = {rank: find_named_optimizer(saved) for rank, saved in self.job.ranks.items()}
-        first = ranks[Rank(0, 0, 0)]
-        named = {
-            rank: alike
-            for rank, optimizer in ranks.items()
-            if optimizer and first and (alike := optimizer.find_in_order_of(first))
-        }
+        ranks = self.job.ranks
+        named: dict[Rank, NamedOptimizer] = {}
+        with suppress(Uncertain):
+            optimizers = {rank: read_named_optimizer(saved) for rank, saved in ranks.items()}
+            first = optimizers[Rank(0, 0, 0)]
+            named = {rank: alike for rank, one in optimizers.items() if (alike := one.find_in_order_of(first))}
         if len(named) == len(ranks):
             self.add_named_optimizers(named)
         else:
@@ -99,7 +99,7 @@ class LayoutBuilder:
                 group.update({self.global_name(name, run, rank): None for run, name, _ in members})
             for (run, name, moment), blob in optimizer.blobs.items():
                 self.put_entry((OPTIMIZER, "state", self.global_name(name, run, rank), moment), blob)
-        saved = self.job.first_readable
+        saved = next(saved for saved in self.job.ranks.values() if not saved.is_lost)
         for i, (group, settings) in enumerate(zip(names, first.settings, strict=True)):
             lists = {key: list(group) for key in ("params", *(settings.keys() & {PARAM_NAMES}))}
             self.put_flattened_below((OPTIMIZER, "param_groups", i), saved.flatten({**settings, **lists}))
@@ -108,7 +108,6 @@ class LayoutBuilder:
             self.add_once_or_per_rank((OPTIMIZER,), key, value_by_rank)
 
     def global_name(self, name: str, run: int, rank: Rank) -> str:
-        """Return the name in the full model of a parameter on one rank."""
         return self.job.numbering.full_model_name(name, (run, rank.stage), rank.expert)
 
     def add_other_entries(self) -> None:
@@ -133,7 +132,6 @@ class LayoutBuilder:
             self.put_flattened_below((_RANKS, i, *parent), flat)
 
     def put_flattened_below(self, parent: KeyPath, flat: FlatState) -> None:
-        """Add flattened tensors and entries below a key path."""
         entries: dict[str, StoredTensor | Blob] = {**flat.tensors, **flat.blobs}
         for name, entry in entries.items():
             self.put_entry((*parent, *flat.keys[name]), entry)
@@ -157,7 +155,6 @@ class Megatron(FormatReader):
     is_sharded = True
 
     def owns_file(self, name: str) -> bool:
-        """Return True for the directory of a rank."""
         return bool(find_directories([name]))
 
     def rank_of(self, name: str) -> int | None:
@@ -172,7 +169,6 @@ class Megatron(FormatReader):
         return path.name in FILES and is_existing_path(path)
 
     def check_files_complete(self, path: Path, report: Report) -> None:
-        """Report each missing rank, each rank directory without a file, and each truncated file."""
         root, files = find_root_and_rank_files(path, report)
         directories = find_directories(files)
         if len(set(map(len, directories.values()))) == 1 and len(directories) > 1:
@@ -201,7 +197,6 @@ class Megatron(FormatReader):
         return Layout(root, self.name, flat.tensors, flat.blobs, flat.keys, ranks, read, spares=flat.spares)
 
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
-        """Return every zip entry of the files: storages, pickles and torch's own records."""
         return archive_extents_of(layout, layout.paths | set(layout.descriptions), report)
 
 

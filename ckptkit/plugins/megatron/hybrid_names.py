@@ -109,14 +109,12 @@ class MambaRows:
     parts: tuple[str, ...]
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the row groups as one tensor."""
         for part, tensor, rows in zip(self.parts, tensors, self.row_counts(sizes), strict=True):
             if tensor.spec.shape[0] != rows:
                 raise Mismatch(f"expected {rows} rows of {part} (config.json), found {tensor.spec.shape[0]}")
         return (axes.concatenate(tensors, 0),)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        """Return the row groups that the tensor consists of."""
         (full,) = tensors
         ends = (0, *accumulate(self.row_counts(sizes)))
         if ends[-1] != full.spec.shape[0]:
@@ -124,7 +122,6 @@ class MambaRows:
         return tuple(axes.cut_axis(full, 0, start, stop) for start, stop in pairwise(ends))
 
     def row_counts(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return the number of rows in each group."""
         inner = sizes["mamba_heads"] * sizes["mamba_width"]
         states = sizes["mamba_groups"] * sizes["mamba_states"]
         rows = {"z": inner, "x": inner, "B": states, "C": states, "dt": sizes["mamba_heads"]}

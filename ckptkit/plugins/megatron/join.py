@@ -66,7 +66,6 @@ class Numbering:
     experts: int
 
     def full_model_name(self, name: str, run: Run, expert_rank: int) -> str:
-        """Return the name of a tensor in the full model."""
         experts = range(expert_rank * self.experts, (expert_rank + 1) * self.experts)
         match = _LAYER.fullmatch(name)
         if match:
@@ -114,7 +113,6 @@ class SavedJob:
 
     @cached_property
     def sizes(self) -> GridSizes:
-        """Return the number of ranks of each kind."""
         return GridSizes(*(1 + max(numbers) for numbers in zip(*self.ranks, strict=True)))
 
     @cached_property
@@ -146,11 +144,6 @@ class SavedJob:
                 layers[stack, (run, stage)] = range(first, first + count)
                 next_layer[stack] = first + count
         return Numbering(layers, experts)
-
-    @property
-    def first_readable(self) -> SavedRank:
-        """Return the file of the first readable rank."""
-        return next(saved for saved in self.ranks.values() if not saved.is_lost)
 
     def join_model_tensors(self) -> dict[str, JoinedTensor]:
         """Return the full model tensors by name.

@@ -40,7 +40,6 @@ _BACKENDS = {"sharded_backend": "torch_dist", "common_backend": "torch"}
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type("Megatron", _TYPES)
     if model in hybrid.TYPES:
         return hybrid.rules()
@@ -109,7 +108,6 @@ def feed_forward_rules(own: str, hub: str, size: str) -> tuple[Rule, ...]:
 
 
 def mixture_rules(model: str, hub: ExpertNames) -> tuple[Rule, ...]:
-    """Return the rules for a mixture of experts."""
     shared = _IN_LAYER + "mlp.shared_experts"
     gate, up, down = (f"{LAYER}{name}.weight" for name in (hub.gate, hub.up, hub.down))
     return (

@@ -112,7 +112,6 @@ def expected_directory_names_by_rank(
 
 
 def parse_rank(numbers: tuple[int, ...], has_stages: bool) -> Rank:
-    """Return the rank with these numbers in the name of its directory."""
     match numbers:
         case (tensor,):
             return Rank(tensor, 0, 0)
@@ -154,7 +153,6 @@ class SavedRank:
 
     @cached_property
     def entries(self) -> Mapping[str, Any]:
-        """Return the top-level entries of the file."""
         pairs = find_dict_items(self.state.value)
         if pairs is None:
             raise Corrupt("the file does not contain a dict", path=self.root / self.path)
@@ -202,7 +200,6 @@ class SavedRank:
         }
 
     def specs(self, run: int) -> Mapping[str, Spec]:
-        """Return dtype and shape of each model tensor in a run."""
         return {name: tensor.spec for name, tensor in self.weights[run].items()}
 
     @property

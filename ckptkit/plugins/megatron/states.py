@@ -44,17 +44,12 @@ class NamedOptimizer:
     settings: list[dict[str, Any]] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def group_kinds(self) -> list[list[Any]]:
-        """Return the settings that distinguish the groups."""
-        return [[settings.get(key) for key in _KIND] for settings in self.settings]
-
     def find_in_order_of(self, other: NamedOptimizer) -> NamedOptimizer | None:
         """Return the optimizer with its groups in the order of another rank; None if the groups differ.
 
         A rank orders its groups by the first parameter in each of them.
         """
-        kinds, wanted = self.group_kinds, other.group_kinds
+        kinds, wanted = ([[group.get(key) for key in _KIND] for group in one.settings] for one in (self, other))
         if kinds == wanted:
             return self
         if len(kinds) != len(wanted) or any(kinds.count(kind) != 1 for kind in wanted):
@@ -67,16 +62,8 @@ class Uncertain(Exception):
     """Raised when indices and shapes do not match the model's parameters in order."""
 
 
-def find_named_optimizer(saved: SavedRank) -> NamedOptimizer | None:
-    """Return the optimizer in the file of a rank by parameter name; None if the names are not certain."""
-    try:
-        return read_named_optimizer(saved)
-    except Uncertain:
-        return None
-
-
 def read_named_optimizer(saved: SavedRank) -> NamedOptimizer:
-    """Return the optimizer by name. Raises `Uncertain`."""
+    """Return the optimizer in the file of a rank by parameter name. Raises `Uncertain` if the names are not certain."""
     outer = dict_or_uncertain(saved.entries.get(OPTIMIZER))
     inner = dict_or_uncertain(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
     groups = [dict_or_uncertain(group) for group in list_or_uncertain(inner.get("param_groups"))]
@@ -170,7 +157,6 @@ def find_shape_of_state(flat: FlatState) -> Shape | None:
 
 
 def add_state(named: NamedOptimizer, member: Parameter, flat: FlatState) -> None:
-    """Add the state of one parameter."""
     run, name, _ = member
     for moment, tensor in flat.tensors.items():
         named.tensors.setdefault(moment, {}).setdefault(run, {})[name] = tensor

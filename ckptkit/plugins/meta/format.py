@@ -99,7 +99,6 @@ def count_sharing_ranks(tensors: Mapping[str, StoredTensor], params: Params | No
 
 
 def join_split_tensor(name: str, shards: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
-    """Return a tensor that several ranks share."""
     if params is None:
         hint = f"put the model's {PARAMS} beside the files"
         raise Unsupported(f"without a {PARAMS} it is not certain how {len(shards)} ranks share it", hint=hint)
@@ -152,7 +151,6 @@ class Consolidated(FormatReader):
     is_sharded = True
 
     def owns_file(self, name: str) -> bool:
-        """Return True for the file of a rank."""
         return bool(_RANK.fullmatch(name))
 
     def rank_of(self, name: str) -> int | None:
@@ -165,7 +163,6 @@ class Consolidated(FormatReader):
         return any(self.owns_file(file.name) and is_torch_save(file) for file in files)
 
     def check_files_complete(self, path: Path, report: Report) -> None:
-        """Report each file that is truncated or missing."""
         root, files = consolidated_directory_and_files(path, report)
         check_files(root, (name for name in files if is_existing_path(root / name)), report)
 
@@ -197,7 +194,6 @@ class Consolidated(FormatReader):
         return Layout(root, self.name, tensors, first.blobs, first.keys, world, described, spares=spares)
 
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
-        """Return every zip entry of the files: storages, pickles and torch's own records."""
         return archive_extents_of(layout, filter(self.owns_file, layout.descriptions), report)
 
 

@@ -45,7 +45,6 @@ _IN_LAYER = {
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the naming rules for a model type. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type(META.name, _TYPES)
     experts = expert_names_of_type("mixtral")
     mixture = {

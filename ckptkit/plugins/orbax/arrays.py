@@ -31,7 +31,7 @@ def decompress_cells(layout: Layout, report: Report = raise_problem) -> Layout:
     """
     chunks = [(name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks]
     stored = [(name, chunk) for name, chunk in chunks if isinstance(chunk.where, Cell)]
-    *offsets, total = accumulate((nbytes_of_cell(chunk) for _, chunk in stored), initial=0)
+    *offsets, total = accumulate((chunk.box.numel * chunk.dtype.itemsize for _, chunk in stored), initial=0)
     temporary = TemporaryFile()
     require_free_space(temporary.path, total)
     with translate_os_errors(temporary.path):
@@ -45,17 +45,13 @@ def decompress_cells(layout: Layout, report: Report = raise_problem) -> Layout:
                 report(error.blame(path=layout.root / chunk.path, tensor=name))
                 continue
             file.write_at(data, offset)
-            place, nbytes = str(temporary.path), nbytes_of_cell(chunk)
-            moved[name, chunk.box] = chunk._replace(path=place, offset=offset, length=nbytes, where=None)
+            place = str(temporary.path)
+            moved[name, chunk.box] = chunk._replace(path=place, offset=offset, length=len(data), where=None)
     tensors = {
         name: replace(tensor, chunks=tuple(moved.get((name, chunk.box), chunk) for chunk in tensor.chunks))
         for name, tensor in layout.tensors.items()
     }
     return replace(layout, tensors=tensors, keeper=(layout.keeper, temporary))
-
-
-def nbytes_of_cell(chunk: Chunk) -> int:
-    return chunk.box.numel * chunk.dtype.itemsize
 
 
 ZARR = "zarr"  # wrapper name of a chunk that is a cell

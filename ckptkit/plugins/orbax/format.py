@@ -117,7 +117,6 @@ class Orbax(FormatReader):
         return NAME in names or MANIFEST in names or (is_unfinished_save(path) and _STEP in names)
 
     def check_files_complete(self, path: Path, report: Report) -> None:
-        """Report an unfinished save, and missing files."""
         names = names_in(path)
         if is_unfinished_save(path):
             raise Incomplete("orbax did not finish this save", path=path, hint="use an older checkpoint")

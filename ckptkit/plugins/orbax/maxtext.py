@@ -99,7 +99,6 @@ def split_by_layer(name: str, tensor: StoredTensor, sizes: Sizes) -> Iterator[tu
 
 
 def rules(sizes: Sizes) -> tuple[Rule, ...]:
-    """Return the naming rules for a model type, by layer. Raises `Unsupported` for an unknown type."""
     model = sizes.require_type("maxtext", _TYPES)
     if sizes.text_config is not sizes.config:
         hint = "pass --base MODEL with the config.json of the text model alone"
@@ -174,7 +173,6 @@ class MaxTextNames(Family):
     """The names of MaxText, which ckptkit reads and does not write."""
 
     def to_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
-        """Return the tensors of each layer under the Hub's names."""
         table = self.rules(sizes)  # first, because it raises for unknown types
         layer_tensors: dict[str, StoredTensor] = {}
         source_name: dict[str, str] = {}
@@ -194,7 +192,6 @@ class MaxTextNames(Family):
         return Translated(translated.tensors, came_from, unplaced)
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:  # noqa: ARG002
-        """Raise `Unsupported`: no format that ckptkit writes can be loaded by MaxText."""
         hint = "use MaxText's own `to_maxtext`, which reads models of the Hub"
         raise Unsupported("ckptkit reads maxtext's names and does not write them", tensor=min(tensors), hint=hint)
 

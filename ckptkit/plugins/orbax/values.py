@@ -80,7 +80,6 @@ class Value(NamedTuple):
 
     @property
     def byte_range(self) -> Range:
-        """Return the byte range in the file."""
         return self.path, self.offset, self.offset + self.length
 
 
@@ -146,7 +145,6 @@ def parse_location(location: str, root: Path) -> tuple[str, Value]:
 
 
 def read_node(root: Path, node: Node, files: OpenFiles) -> list[Mapping[str, Any]]:
-    """Return the entries of a node."""
     path = root / node.value.path
     if node.value.length > _LARGEST:
         raise Corrupt(f"expected a node of at most {_LARGEST} bytes, found {node.value.length}", path=path)

@@ -118,7 +118,6 @@ def report(proved: Proved) -> None:
 
 
 def describe_logit_difference(logits: Logits) -> str:
-    """Return a line that summarizes the comparison of logits."""
     tokens = count(logits.tokens, "token")
     if logits.max_abs == 0:
         return f"the logits of {tokens} are the same"

@@ -197,12 +197,10 @@ def empty_mapped(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def free_in_module(owner: nn.Module, name: str) -> None:
-    """Remove the data of a tensor from a module."""
     replace_in_module(owner, name, getattr(owner, name).to("meta"))
 
 
 def replace_in_module(owner: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or a buffer of a module."""
     is_parameter = isinstance(getattr(owner, name), nn.Parameter)
     setattr(owner, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
@@ -222,8 +220,10 @@ def compute_buffers(model: Any, source: Runnable) -> None:
     for name, module in model.named_modules():
         for own in module._non_persistent_buffers_set:
             buffer = getattr(module, own)
-            can_tell = buffer is not None and buffer.numel() and buffer.dtype != torch.bool
-            if can_tell and is_same_bits(buffer, sentinel_like(buffer)):
+            if buffer is None or not buffer.numel() or buffer.dtype == torch.bool:
+                continue  # cannot tell
+            unset = sentinel_like(buffer)
+            if torch.equal(buffer.nan_to_num(), unset.nan_to_num()) and torch.equal(buffer.isnan(), unset.isnan()):
                 message = f"the value of the buffer `{name}.{own}` is unknown"
                 raise Unsupported(f"{message}: transformers' initialization does not set it", path=source.path)
 
@@ -236,7 +236,3 @@ def sentinel_like(buffer: Tensor) -> Tensor:
         if buffer.is_floating_point()
         else sentinel.fill_(-77 if buffer.dtype.is_signed else 77)
     )
-
-
-def is_same_bits(one: Tensor, two: Tensor) -> bool:
-    return torch.equal(one.nan_to_num(), two.nan_to_num()) and torch.equal(one.isnan(), two.isnan())

@@ -88,7 +88,6 @@ def find_position_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section of a config that describes the model of text."""
     return next((one for key in ("text_config", "decoder") if isinstance(one := config.get(key), Mapping)), config)
 
 
@@ -124,12 +123,10 @@ class Proved(Summarized):
 
     @property
     def is_ok(self) -> bool:
-        """Return whether tensors, configs and logits of `out` equal those of `source`."""
         return not self.differing
 
     @property
     def differing(self) -> list[str]:
-        """Return which of tensors, config.json and logits differ."""
         found = {
             "tensors": not all(diff.is_equal for diff in self.tensors),
             "config.json": any(one.is_certain for one in self.configs),

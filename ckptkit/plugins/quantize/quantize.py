@@ -96,7 +96,6 @@ def find_reason_unquantized(
 
 
 def matches_tensor(name: str, glob: str) -> bool:
-    """Return whether a tensor or its module matches a glob."""
     return fnmatchcase(name, glob) or fnmatchcase(name.removesuffix(".weight"), glob)
 
 
@@ -230,7 +229,6 @@ def quantization_recipes(
 
 
 def remarks_on_quantization(source: Layout, chosen: ChosenWeights, scheme: Scheme) -> list[str]:
-    """Return the remarks on which weights were quantized and which were not."""
     numbers = sum(source.tensors[name].spec.numel for name in chosen.names)
     weights = f"{count(len(chosen.names), 'weight')}, {count(numbers, 'parameter')}"
     notes = [f"quantized {weights}, as {scheme.name}; config.json describes it"]

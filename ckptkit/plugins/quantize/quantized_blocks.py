@@ -122,11 +122,9 @@ class Matrix(NamedTuple):
         return max(1, BLOCK_BYTES // (grid.rows * self.columns * self.operand.dtype.itemsize))
 
     def rows_as_bits(self, block: memoryview) -> Array:
-        """Return rows of the matrix as stored bits."""
         return np.frombuffer(block, f"u{self.operand.dtype.itemsize}").reshape(-1, self.columns)
 
     def to_float32(self, stored: Array) -> Array:
-        """Return stored elements as float32."""
         wide = widener(self.operand.dtype)(stored)
         with np.errstate(over="ignore", invalid="ignore"):
             return wide.astype(np.float32, copy=False)

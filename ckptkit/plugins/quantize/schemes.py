@@ -46,7 +46,6 @@ class Scheme:
         return self.block or (1, shape[1])
 
     def scale_dtype(self, dtype: DType) -> DType:
-        """Return the dtype of the scales, given the dtype of the weights."""
         if self.exponents:
             return DTYPES["float8_e8m0fnu"]
         is_half = self.block is None and dtype.name == "bfloat16"

@@ -25,7 +25,6 @@ class Axis:
     is_log: bool = False
 
     def coordinate_of(self, number: float) -> float:
-        """Return the coordinate of a value."""
         low, high, at = self.low, self.high, number
         if self.is_log:
             low, high, at = math.log10(low), math.log10(high), math.log10(max(number, low))
@@ -34,7 +33,6 @@ class Axis:
 
     @property
     def label_values(self) -> list[float]:
-        """Return the values to label on the axis."""
         return log_scale_ticks(self.low, self.high) if self.is_log else round_ticks(self.low, self.high)
 
 

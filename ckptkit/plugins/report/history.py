@@ -37,7 +37,6 @@ class Segment:
         return self.total / self.count
 
     def merge_later(self, later: Segment) -> None:
-        """Merge a later segment into this one."""
         self.last = later.last
         self.low, self.high = min(self.low, later.low), max(self.high, later.high)
         self.total += later.total
@@ -99,12 +98,10 @@ class Series:
 
     @property
     def low(self) -> float:
-        """Return the lowest number."""
         return min(stretch.low for stretch in self.stretches)
 
     @property
     def high(self) -> float:
-        """Return the highest number."""
         return max(stretch.high for stretch in self.stretches)
 
     def format_value_at(self, step: float) -> str:

@@ -149,7 +149,6 @@ def read_run_settings(path: Path) -> dict[str, object]:
 
 
 def is_report(path: Path) -> bool:
-    """Return True for a page written by ckptkit."""
     with translate_os_errors(path):
         if path.is_symlink() or not path.is_file():
             return False
@@ -158,7 +157,6 @@ def is_report(path: Path) -> bool:
 
 
 def describe_latest(latest: Inspected) -> str:
-    """Return a line about the latest checkpoint."""
     ranks = latest.world_size
     written = f", written by {ranks} rank{'s' * (ranks > 1)}" if ranks else ""
     producer = f", by {latest.trainer}" if latest.trainer else ""
@@ -166,7 +164,6 @@ def describe_latest(latest: Inspected) -> str:
 
 
 def summarize_settings(settings: Mapping[str, object]) -> str:
-    """Return a line about a run, from its settings."""
     templates = {
         "model": "model {}",
         "strategy": "{}",

@@ -23,7 +23,7 @@ from ckptkit.layout import Chunk
 from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.resume_proof.compare import with_tensors_only
-from ckptkit.plugins.resume_proof.containers import Container
+from ckptkit.plugins.resume_proof.containers import Container, copy_with
 from ckptkit.plugins.resume_proof.groups import (
     DATA,
     EMA,
@@ -37,7 +37,6 @@ from ckptkit.plugins.resume_proof.groups import (
     WEIGHTS,
 )  # fmt: skip
 from ckptkit.plugins.resume_proof.states import CheckpointContents, SavedTensor, SavedValue, read_checkpoint_contents
-from ckptkit.plugins.resume_proof.values import copy_with
 
 Array = np.ndarray[Any, Any]
 Change = Callable[[str, Any], Any]  # (name, array or scalar) -> another
@@ -92,7 +91,6 @@ def frozen_option(name: str, value: Any) -> Any:
 
 
 def changed_value(group: str, name: str, value: Any) -> Any:
-    """Return what an entry of a group is changed to."""
     if isinstance(value, np.ndarray):
         return change_array(group, value)
     words = name.split(".")
@@ -169,7 +167,6 @@ def change_entries(state: CheckpointContents, names: Sequence[str], changed_valu
 
 
 def change_tensors(tensors: Mapping[str, SavedTensor], changed_value: Change) -> None:
-    """Change the elements of tensors where they lie."""
     touched: dict[tuple[Path, int, int], list[int]] = defaultdict(list)  # archives, and where in them
     done: set[tuple[Path, int]] = set()
     for name, tensor in tensors.items():
@@ -188,7 +185,6 @@ def change_tensors(tensors: Mapping[str, SavedTensor], changed_value: Change) ->
 
 
 def change_chunk(file: Path, chunk: Chunk, changed_elements: Callable[[Array], Array]) -> None:
-    """Change the elements of a chunk in its file."""
     with file.open("r+b") as opened:
         opened.seek(chunk.offset)
         data = opened.read(chunk.length)

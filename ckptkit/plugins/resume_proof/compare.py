@@ -32,7 +32,6 @@ class GroupDifference:
     values: tuple[Any, Any] | None = None
 
     def describe_difference(self) -> str:
-        """Return one phrase: how many entries differ, and the first."""
         if self.values is not None:
             one, two = (str(value)[:40] for value in self.values)
             return f"{self.group} (`{self.first}`: expected {one}, found {two})"
@@ -95,7 +94,6 @@ def group_differences(
 
 
 def measure_control_tolerance(a: CheckpointContents, b: CheckpointContents) -> ControlTolerance:
-    """Return what two runs of the same command differ by."""
     measured = measure_tensors(a, b)
     distances = {
         group: relative_distance(measured[name] for name in measured if a.tensors[name].group == group)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import ZIP_STORED, ZipFile
 
 from ckptkit.errors import Unsupported, errors_at
 from ckptkit.formats.pickles import inert_pickle
-from ckptkit.formats.pickles.inert_pickle import ANY_NAME
+from ckptkit.formats.pickles.inert_pickle import ANY_NAME, SCALARS, Dict, Global, PersistentId, Record
+from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout import Layout
+from ckptkit.layout import KeyPath, Layout
 
 _PICKLED = frozenset({".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".tar"})
 _PICKLE = "data.pkl"
@@ -33,11 +34,10 @@ class Container:
     offset: int
     length: int
     kind: Literal["archive", "pickle", "json"]
-    prefix: tuple[str | int, ...]
+    prefix: KeyPath
     is_inside: bool = False
 
     def read_bytes(self) -> bytes:
-        """Return its bytes."""
         with self.file.open("rb") as file:
             file.seek(self.offset)
             return file.read(self.length)
@@ -93,7 +93,7 @@ def with_pickle(archive: bytes, pickle: bytes, nbytes: int | None = None) -> byt
     return made.getvalue()
 
 
-def containers_in_layout(layout: Layout, prefix: tuple[str | int, ...]) -> Iterator[Container]:
+def containers_in_layout(layout: Layout, prefix: KeyPath) -> Iterator[Container]:
     """Return the entries of a layout that are archives by themselves, as those of DCP."""
     for name, blob in layout.blobs.items():
         if blob.content is None and blob.where is None and blob.length:
@@ -101,7 +101,7 @@ def containers_in_layout(layout: Layout, prefix: tuple[str | int, ...]) -> Itera
             yield Container(layout.root / blob.path, blob.offset, blob.length, "archive", key, is_inside=True)
 
 
-def find_container_in(file: Path, prefix: tuple[str | int, ...]) -> Container | None:
+def find_container_in(file: Path, prefix: KeyPath) -> Container | None:
     """Return what lies in a small file of states, None if it is no pickle and no JSON."""
     size = file.stat().st_size
     if file.suffix == ".json":
@@ -113,3 +113,51 @@ def find_container_in(file: Path, prefix: tuple[str | int, ...]) -> Container | 
     if head != b"PK" and head[:1] != b"\x80":
         return None
     return Container(file, 0, size, "archive" if head == b"PK" else "pickle", prefix)
+
+
+_BYTES = Global("_codecs", "encode")  # pickles of protocol 2, as torch.save's, have bytes as a call of it
+Visit = Callable[[KeyPath, Any], Any]  # (where a scalar is, its value) -> its new value
+
+
+@dataclass(slots=True)
+class Copying:
+    """A copy of a value in the making; objects that are shared in the value are shared in the copy."""
+
+    visit: Visit
+    copies: dict[int, Any] = field(default_factory=dict)
+
+    def copy_value(self, value: Any, path: KeyPath) -> Any:
+        """Return the copy of what is at a path. Tensors stay as they are."""
+        if isinstance(value, Record) and value.of == _BYTES:
+            value = value.args[0].encode(value.args[1])
+        if isinstance(value, SCALARS):
+            return self.visit(path, value)
+        if isinstance(value, PersistentId | type) or is_tensor(value):
+            return value
+        if id(value) not in self.copies:
+            self.copies[id(value)] = self.copy_container(value, path)
+        return self.copies[id(value)]
+
+    def copy_container(self, value: Any, path: KeyPath) -> Any:
+        if isinstance(value, dict):
+            return Dict({key: self.copy_value(child, (*path, as_key_component(key))) for key, child in value.items()})
+        if isinstance(value, list | tuple):
+            return type(value)([self.copy_value(child, (*path, i)) for i, child in enumerate(value)])
+        if not isinstance(value, Record):
+            return value
+        made = Record(value.of, self.copy_value(value.args, path), is_new=value.is_new)
+        made.state = self.copy_value(value.state, path)
+        if value.items is not None:
+            made.items = [(key, self.copy_value(child, (*path, as_key_component(key)))) for key, child in value.items]
+        if value.members is not None:
+            made.members = self.copy_value(value.members, path)
+        return made
+
+
+def as_key_component(key: object) -> str | int:
+    return key if isinstance(key, str | int) else str(key)
+
+
+def copy_with(value: Any, visit: Visit) -> Any:
+    """Return a copy of a value whose scalars are what `visit` returns for them."""
+    return Copying(visit).copy_value(value, ())

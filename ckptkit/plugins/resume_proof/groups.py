@@ -76,7 +76,6 @@ def state_group_of(path: Sequence[str | int], *, is_tensor: bool, is_weight: boo
 
 
 def group_in_optimizer(words: Sequence[str], *, is_tensor: bool) -> str:
-    """Return the group of an entry of an optimizer's state dict."""
     if "param_groups" in words:
         return OTHER if "params" in words or "param_names" in words else OPTIONS
     if words[-1] == "step":

@@ -87,7 +87,6 @@ class ScriptOptions:
 
 
 def check_template_placeholders(template: str, option: str) -> None:
-    """Raise `Usage` for a placeholder that is not known."""
     for match in _PLACEHOLDER.finditer(template):
         if match[1] not in _KNOWN:
             known = ", ".join(f"{{{name}}}" for name in _KNOWN)

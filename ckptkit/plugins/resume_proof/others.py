@@ -217,7 +217,6 @@ def check_exports(runs: Runs) -> str:
 
 
 def last_checks(runs: Runs) -> dict[str, Callable[[Runs], str]]:
-    """Return the checks that follow the verdict on the resumed run, in their order."""
     return {
         "another world size": check_resume_at_other_size,
         "one file and back": check_one_file_and_back,

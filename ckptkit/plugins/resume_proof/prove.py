@@ -66,7 +66,6 @@ def remove_directories(root: Path, *names: str) -> None:
 
 
 def write_card(path: Path, runs: Runs, checks: Sequence[Check]) -> None:
-    """Write the card to a file of Markdown."""
     script, failed = runs.script, [check.name for check in checks if check.ok is False]
     verdict = f"failed: {', '.join(failed)}" if failed else "all checks passed"
     if not any(check.name == "deterministic" and check.ok for check in checks):

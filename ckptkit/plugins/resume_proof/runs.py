@@ -79,7 +79,6 @@ class Runs:
 
     @cached_property
     def kept_checkpoints(self) -> dict[int, Checkpoint]:
-        """Return the checkpoints that the uninterrupted run has left, by step."""
         return checkpoints_by_step(self.uninterrupted.run)
 
     @property

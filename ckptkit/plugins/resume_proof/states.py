@@ -18,9 +18,8 @@ from ckptkit.formats import detect_format
 from ckptkit.layout import Layout
 from ckptkit.models.companions import FILES
 from ckptkit.models.names.weights import find_weights_or_none
-from ckptkit.plugins.resume_proof.containers import Container, containers_in_layout, find_container_in
+from ckptkit.plugins.resume_proof.containers import Container, containers_in_layout, copy_with, find_container_in
 from ckptkit.plugins.resume_proof.groups import GROUPS, state_group_of
-from ckptkit.plugins.resume_proof.values import copy_with
 
 _OUTPUTS = (".pt", ".pth", ".bin", ".safetensors")
 Prefix = tuple[str | int, ...]
@@ -58,7 +57,6 @@ class CheckpointContents:
 
     @property
     def groups(self) -> list[str]:
-        """Return the groups that it contains, in the order of the table."""
         found = {entry.group for entry in self.tensors.values()} | {entry.group for entry in self.values.values()}
         return [group for group in GROUPS if group in found]
 
@@ -68,7 +66,6 @@ class CheckpointContents:
         return [name for name, entry in entries.items() if entry.group == group]
 
     def read_tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """Return the elements of a tensor."""
         tensor = self.tensors[name]
         return LazyCheckpoint(tensor.layout)[tensor.name].numpy()
 
@@ -127,13 +124,11 @@ def read_outputs(run: Path, checkpoints: Iterable[Path]) -> CheckpointContents:
 
 
 def find_weight_names(layout: Layout) -> set[str]:
-    """Return the names of the model's tensors in a layout."""
     found = find_weights_or_none(layout)
     return set(found.origins_of(found.layout.tensors)) if found else set()
 
 
 def saved_tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Iterator[tuple[str, SavedTensor]]:
-    """Return the tensors of a layout by their names in the checkpoint."""
     for name in layout.tensors:
         key = (*prefix, *layout.key(name))
         group = state_group_of(key, is_tensor=True, is_weight=name in weights)
@@ -141,7 +136,6 @@ def saved_tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Itera
 
 
 def saved_values_in(container: Container) -> dict[str, SavedValue]:
-    """Return the scalars in a container by name."""
     made: dict[str, SavedValue] = {}
 
     def visit(path: Prefix, value: Any) -> Any:

@@ -76,7 +76,6 @@ def read_item_files(root: Path, name: str, item: CheckpointItem, report: Report)
 
 
 def missing_rank_file_error(path: Path) -> Incomplete:
-    """Return the error for a missing file of a rank."""
     return Incomplete("the file is missing", path=path, hint=ELSEWHERE)
 
 
@@ -134,11 +133,9 @@ class TorchCheckpointing(FormatWriter):
     repeats = True
 
     def owns_file(self, name: str) -> bool:
-        """Return True for the metadata, and for the file of a rank."""
         return name == NAME or bool(_OF_RANK.fullmatch(name))
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank that wrote a file."""
         match = _OF_RANK.fullmatch(name)
         return int(match["rank"]) if match else None
 
@@ -153,7 +150,6 @@ class TorchCheckpointing(FormatWriter):
         return any(has_dtensors(path, match[0]) for match in plain if match["rank"] == "0")
 
     def check_files_complete(self, path: Path, report: Report) -> None:
-        """Report each file in the metadata that is missing."""
         items, _ = read_or_infer_items(path)
         for file in files_of_items(items.values()):
             if not is_existing_path(path / file):
@@ -185,7 +181,6 @@ class TorchCheckpointing(FormatWriter):
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
     def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
-        """Return the files of `options.world_size` ranks, and the metadata."""
         return tuple(arrange_items(wanted, options.world_size))
 
     def patches_after_data(self, written: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:

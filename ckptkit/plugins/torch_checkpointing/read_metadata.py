@@ -38,7 +38,6 @@ class TensorSharding:
     placements: tuple[Placement, ...]
 
     def mesh_seen_by(self, rank: int) -> Mesh:
-        """Return the mesh from the view of one of its ranks."""
         if rank not in self.ranks:
             raise Corrupt(f"expected a rank of the mesh ({', '.join(map(str, self.ranks[:8]))}), found rank {rank}")
         return Mesh(self.mesh, self.ranks, unravel(self.ranks.index(rank), self.mesh), None, "")
@@ -85,7 +84,6 @@ def group_by_item(value: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def parse_item(root: Path, name: str, metadata: Mapping[str, Any], world_size: int) -> CheckpointItem:
-    """Return one item."""
     file_infos = {int(rank): file for rank, file in metadata["rank_to_layout_info"].items()}
     files = {rank: parse_file_info(root, name, rank, file_infos.get(rank)) for rank in range(world_size)}
     spread: dict[KeyPath, dict[int, TensorSharding]] = {}

@@ -59,7 +59,6 @@ class ItemWriting(Writing):
         return {}
 
     def names_by_kind(self) -> dict[str, list[str]]:
-        """Return the names of entries by item."""
         kinds: dict[str, list[str]] = {}
         for name in self.wanted.names:
             key = self.wanted.key(name)

@@ -53,7 +53,6 @@ def read_tensors_ahead(
 
 
 def pop_first_pending(pending: deque[tuple[LazyTensor, Future[torch.Tensor]]]) -> tuple[str, torch.Tensor]:
-    """Wait for the first pending tensor, remove it from the queue and return it."""
     tensor, read = pending.popleft()
     return tensor.name, read.result()
 

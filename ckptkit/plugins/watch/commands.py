@@ -66,7 +66,6 @@ class WatchCommand:
 
     @property
     def placeholders(self) -> frozenset[str]:
-        """Return the names of the placeholders."""
         return frozenset(placeholder for word in self.words for placeholder in _PLACE.findall(word))
 
     def __str__(self) -> str:
@@ -134,7 +133,6 @@ def is_group_running(group: int) -> bool:
 
 
 def describe_exit(code: int) -> str:
-    """Return a description of an exit code."""
     if code < 0:
         known = {number.value: number.name for number in signal.Signals}
         return f"ended by {known.get(-code, f'signal {-code}')}"

@@ -69,11 +69,9 @@ class WatchJournal:
 
     @property
     def path(self) -> Path:
-        """Return the file of the journal."""
         return self.folder / f"{self.key}.json"
 
     def write_record(self, name: str, entry: HandledRecord) -> None:
-        """Write the record of a checkpoint to disk."""
         self.entries[name] = entry
         checkpoints = {name: asdict(entry) for name, entry in self.entries.items()}
         content = json.dumps({**self.about, "checkpoints": checkpoints}, indent=1).encode()

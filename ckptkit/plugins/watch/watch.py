@@ -63,7 +63,6 @@ class Watched(Summarized):
 
     @property
     def is_ok(self) -> bool:
-        """Return whether no checkpoint failed."""
         return not self.failed
 
     def summary(self) -> Iterator[str]:
@@ -128,7 +127,8 @@ def watch(
     key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:12]
     with keeper.watching(key, longest=timeout * len(commands)) as post:
         journal, listener = WatchJournal.of(post.folder, key, description), tell or (lambda _event: None)
-        watcher = Watcher(keeper, post, journal, commands, output_directory, every, tries, timeout, listener)
+        stability = StabilityWait(every)
+        watcher = Watcher(keeper, post, journal, commands, output_directory, every, tries, timeout, listener, stability)
         return watcher.run_once() if once else watcher.run_forever()
 
 
@@ -152,21 +152,17 @@ class Watcher:
     tries: int
     timeout: float
     tell: Listener
+    stability: StabilityWait
     _outcomes: dict[str, Event] = field(default_factory=dict)
     _failures: dict[str, list[int]] = field(default_factory=dict)  # save time (ns) at each failed attempt
     _due: dict[str, float] = field(default_factory=dict)  # when a failed one is retried, by the monotonic clock
     _waiting: set[str] = field(default_factory=set)  # complete but not handled yet
-    _stability: StabilityWait = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._stability = StabilityWait(self.every)
 
     @property
     def root(self) -> Path:
         return self.keeper.root
 
     def run_forever(self) -> NoReturn:
-        """Handle existing and new checkpoints, until a signal ends it."""
         while True:
             try:
                 self.poll_once()
@@ -198,11 +194,9 @@ class Watcher:
         )
 
     def checkpoints_with(self, outcome: Outcome) -> tuple[Path, ...]:
-        """Return the checkpoints with this outcome, in the order of their outcomes."""
         return tuple(event.checkpoint for event in self._outcomes.values() if event.outcome == outcome)
 
     def seconds_until_next_check(self) -> float:
-        """Return the seconds until the next check of the run."""
         soonest = min(self._due.values(), default=math.inf) - time.monotonic()
         return min(self.every, max(soonest, 0.01))
 
@@ -234,7 +228,7 @@ class Watcher:
                 failures.append(error)
                 continue
             self._waiting.add(checkpoint.name)
-            if not self._stability.has_been_stable(checkpoint.name, snapshot, now_ns):
+            if not self.stability.has_been_stable(checkpoint.name, snapshot, now_ns):
                 is_restless = True
             elif self._due.get(checkpoint.name, 0) <= time.monotonic():
                 ready[checkpoint] = snapshot
@@ -352,7 +346,6 @@ class Watcher:
         self.record_outcome(name, "missed", "deleted before it was handled")
 
     def record_outcome(self, name: str, outcome: Outcome, message: str) -> None:
-        """Record and report the outcome of a checkpoint."""
         self._due.pop(name, None)
         self._waiting.discard(name)
         self._outcomes[name] = Event(self.root / name, outcome, message)
