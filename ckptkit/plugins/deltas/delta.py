@@ -91,7 +91,12 @@ def delta(
     """
     began = time.perf_counter()
     output = to_destination(out)
-    require_free_output(output)
+    if is_on_hub(output):
+        hint = "write to a local directory, then `ckptkit cp` it there with --yes"
+        raise Unsupported("a delta cannot be written to hf:// directly", path=output, hint=hint)
+    with translate_os_errors(output):
+        if output.exists() and not (output.is_dir() and not names_in(output)):
+            raise Occupied("the destination exists", path=output, hint="choose another directory")
     sides = open_both_as_consolidated(base, new, (dtype,) if isinstance(dtype, str) else tuple(dtype), output)
     for side in sides:
         require_separate_destination(side.checkpoint, output, side.draft.writer)
@@ -156,7 +161,7 @@ class ComparedPair:
         from ckptkit.plugins.deltas.changes import nan_warnings
 
         checkpoints = [side.checkpoint for side in self.sides]
-        notes = [*(nan_warnings(changes.spool.nan) if changes.spool.changed else ("no tensor changed",))]
+        notes = list(nan_warnings(changes.spool.nan)) if changes.spool.changed else ["no tensor changed"]
         before, after = map(ModelFacts.of, checkpoints)
         compared = before.compare(after)
         if compared.differences:  # of a config or a tokenizer
@@ -174,16 +179,6 @@ class ComparedPair:
             checked_bytes=checked,
             dry_run=True,
         )
-
-
-def require_free_output(output: Path) -> None:
-    """Raise `Occupied` if the destination exists, `Unsupported` for a destination on the Hub."""
-    if is_on_hub(output):
-        hint = "write to a local directory, then `ckptkit cp` it there with --yes"
-        raise Unsupported("a delta cannot be written to hf:// directly", path=output, hint=hint)
-    with translate_os_errors(output):
-        if output.exists() and not (output.is_dir() and not names_in(output)):
-            raise Occupied("the destination exists", path=output, hint="choose another directory")
 
 
 def require_smaller_than_model(written: WrittenDelta) -> None:

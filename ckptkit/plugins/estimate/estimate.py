@@ -108,9 +108,14 @@ def estimate(
     else:
         config = model if isinstance(model, Mapping) else load_model_config(str(model))
     architecture = read_architecture(config)
+    longest = architecture.max_length
+    if longest and sequence_length is not None and sequence_length > longest:
+        message = f"--sequence-length: expected at most {longest} (max_position_embeddings), found {sequence_length}"
+        raise Usage(message)
+    usual_length = min(longest or _USUAL_LENGTH, _USUAL_LENGTH)
     setup = Setup(
         world_size=world_size,
-        sequence_length=choose_length(architecture, sequence_length),
+        sequence_length=usual_length if sequence_length is None else sequence_length,
         micro_batch_size=micro_batch_size,
         param_dtype=parse_dtype(param_dtype),
         master_dtype=parse_dtype(master_dtype),
@@ -126,19 +131,6 @@ def estimate(
         None if gpu_memory is None else parse_bytes(gpu_memory),
         (*asked, *notes_on_limits(architecture, setup)),
     )
-
-
-def choose_length(model: Architecture, wanted: int | None) -> int:
-    """Return the sequence length to use: `wanted`, or by default the model's longest but at most 4096.
-
-    Raises `Usage` if the model does not support `wanted`.
-    """
-    if wanted is None:
-        return min(model.max_length or _USUAL_LENGTH, _USUAL_LENGTH)
-    if model.max_length and wanted > model.max_length:
-        message = f"--sequence-length: expected at most {model.max_length} (max_position_embeddings), found {wanted}"
-        raise Usage(message)
-    return wanted
 
 
 def setups_by_strategy(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:

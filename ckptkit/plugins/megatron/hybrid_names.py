@@ -22,7 +22,7 @@ TYPES = ("nemotron_h",)
 IN_PROJ = "in_proj.weight"
 _IN_LAYER, _LAYER = "decoder.layers.{layer}.", "backbone.layers.{layer}."
 _NORM = "norm.weight"
-_NORMS = {  # by the letter in Megatron's layer pattern: the norm's name in Transformer Engine's modules
+NORMS = {  # by the letter in Megatron's layer pattern: the norm's name in Transformer Engine's modules
     "M": "mixer.in_proj.layer_norm_weight",
     "*": "self_attention.linear_qkv.layer_norm_weight",
     "-": "mlp.linear_fc1.layer_norm_weight",
@@ -39,7 +39,7 @@ _KINDS = {  # names in transformers' `NemotronHConfig`, current and older ones
 
 
 def rules() -> tuple[Rule, ...]:
-    norms = " | ".join(_IN_LAYER + name for name in (_NORM, *_NORMS.values(), "input_layernorm.weight"))
+    norms = " | ".join(_IN_LAYER + name for name in (_NORM, *NORMS.values(), "input_layernorm.weight"))
     return (
         Rule.of("embedding.word_embeddings.weight", "backbone.embeddings.weight", Cropped("vocabulary")),
         Rule.of("output_layer.weight", "lm_head.weight", Cropped("vocabulary")),
@@ -129,20 +129,15 @@ class MambaRows:
 
 
 def layer_kinds_of(sizes: Sizes) -> str:
-    """Return the kinds of all layers as letters of Megatron's pattern. Raises `Unsupported` for an unknown kind."""
+    """Return the kinds of all layers as letters of Megatron's pattern, the keys of NORMS.
+
+    Raises `Unsupported` for an unknown kind.
+    """
     keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
     kinds = next((sizes.text_config[key] for key in keys if sizes.text_config.get(key)), None)
     if not isinstance(kinds, list | str):
         raise Mismatch("config.json does not have `layers_block_type`, which translating the names needs")
-    letters = [kind if kind in _NORMS else _KINDS.get(kind) for kind in map(str, kinds)]
+    letters = [kind if kind in NORMS else _KINDS.get(kind) for kind in map(str, kinds)]
     if None in letters:
         raise Unsupported(f"ckptkit does not know Megatron's names for a layer of `{kinds[letters.index(None)]}`")
     return "".join(map(str, letters))
-
-
-def norm_name_of_layer(layer: int, sizes: Sizes) -> str:
-    """Return the name of the norm in a layer. Raises `Mismatch` if the config does not have this layer."""
-    kinds = layer_kinds_of(sizes)
-    if layer >= len(kinds):
-        raise Mismatch(f"expected {len(kinds)} layers (config.json), found layer {layer}")
-    return _NORMS[kinds[layer]]

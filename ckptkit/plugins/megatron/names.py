@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from ckptkit.errors import Mismatch
 from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.models.names.family import Family
@@ -66,7 +67,10 @@ def name_to_write(name: str, sizes: Sizes) -> str:
     """Return the name under which to write a norm: without experts, the norm before the MLP is inside `linear_fc1`."""
     outline = outline_of(name)
     if outline == "decoder.layers.#.norm.weight":
-        return name.replace("norm.weight", hybrid.norm_name_of_layer(numbers_in(name)[0], sizes))
+        kinds, layer = hybrid.layer_kinds_of(sizes), numbers_in(name)[0]
+        if layer >= len(kinds):
+            raise Mismatch(f"expected {len(kinds)} layers (config.json), found layer {layer}")
+        return name.replace("norm.weight", hybrid.NORMS[kinds[layer]])
     if outline != "decoder.layers.#.pre_mlp_layernorm.weight":
         return name
     has_norm = sizes.model_type in _MIXTURES and has_experts_in_layer(numbers_in(name)[0], sizes)

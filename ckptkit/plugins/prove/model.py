@@ -38,7 +38,8 @@ class Runnable:
     def of(cls, checkpoint: Checkpoint, config: Mapping[str, Any], named: NameOptions = AS_THEY_ARE) -> Runnable:
         """Return the model in a checkpoint, under the names that transformers uses in memory.
 
-        `named` are the user's options for the names in the checkpoint.
+        `named` are the user's options for the names in the checkpoint. Raises `Mismatch` if a tensor of the model is
+        missing or has another shape.
         """
         component = checkpoint.model_component
         path, meta = component.path, find_meta_model(config)
@@ -59,23 +60,17 @@ class Runnable:
             if name in tensors:  # most programs keep only one of two tied tensors, so they must be equal
                 require_equal_tied(translated.layout, name, origin)
             tensors.setdefault(name, tensors[origin])
-        runnable = cls(path, meta, replace(translated.layout, tensors=tensors), remarks)
-        runnable.require_model_tensors()
-        return runnable
-
-    def require_model_tensors(self) -> None:
-        """Raise `Mismatch` if a tensor of the model is missing or has another shape."""
-        tensors = self.layout.tensors
-        missing = [name for name in self.meta.shapes if name not in tensors and name not in self.meta.unsaved]
+        missing = [name for name in meta.shapes if name not in tensors and name not in meta.unsaved]
         if missing:
             message = f"missing: config.json describes it{and_more(len(missing) - 1)}"
-            raise Mismatch(message, path=self.path, tensor=missing[0])
-        for name, shape in self.meta.shapes.items():
+            raise Mismatch(message, path=path, tensor=missing[0])
+        for name, shape in meta.shapes.items():
             found = tensors[name].spec.shape if name in tensors else shape
             if found != shape:
                 message = f"expected shape {list(shape)} (config.json), found {list(found)}"
                 hint = "check that config.json belongs to this model"
-                raise Mismatch(message, path=self.path, tensor=name, hint=hint)
+                raise Mismatch(message, path=path, tensor=name, hint=hint)
+        return cls(path, meta, replace(translated.layout, tensors=tensors), remarks)
 
 
 @dataclass(frozen=True, slots=True)

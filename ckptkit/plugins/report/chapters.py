@@ -131,7 +131,16 @@ def checkpoints_chapter(listing: Listing, last_step: float | None) -> Chapter | 
         return None
     has_steps = any(one.step is not None for one in listed)
     complete, total = sum(one.is_complete for one in listed), format_bytes(sum(one.nbytes for one in listed))
-    rows = [(one, saved_date_of(one), state_labels(one, listing)) for one in reversed(listed)]
+    rows = []
+    for one in reversed(listed):
+        states = [  # label, CSS class, and whether it holds
+            ("complete", "good", one.is_complete),
+            (one.problem or "not complete", "bad", bool(one.problem) or not one.is_complete),
+            ("latest", "", one.path == listing.latest),
+            ("pinned", "", one.is_pinned),
+            ("weights only", "", one.is_weights_only),
+        ]
+        rows.append((one, saved_date_of(one), [(label, kind) for label, kind, holds in states if holds]))
     return {
         "lead": f"{complete} complete of {len(listed)}, {total} on disk. {listing.tracker or ''}".strip(),
         "timeline": [draw_timeline(listing, last_step, is_narrow=narrow) for narrow in _WIDTHS] if has_steps else None,
@@ -144,18 +153,6 @@ def checkpoints_chapter(listing: Listing, last_step: float | None) -> Chapter | 
 def saved_date_of(checkpoint: Listed) -> str:
     """Return when a checkpoint was saved, in UTC."""
     return datetime.fromtimestamp(checkpoint.saved_at, UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def state_labels(checkpoint: Listed, listing: Listing) -> list[tuple[str, str]]:
-    """Return labels for the state of a checkpoint, each with its CSS class."""
-    words = [
-        ("complete", "good", checkpoint.is_complete),
-        (checkpoint.problem or "not complete", "bad", bool(checkpoint.problem) or not checkpoint.is_complete),
-        ("latest", "", checkpoint.path == listing.latest),
-        ("pinned", "", checkpoint.is_pinned),
-        ("weights only", "", checkpoint.is_weights_only),
-    ]
-    return [(word, kind) for word, kind, holds in words if holds]
 
 
 def shards_chapter(name: str, shard_map: ShardMap) -> Chapter | None:
