@@ -97,14 +97,20 @@ def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> 
         check_delta(delta)
     sums = checksum_by_tensor(base.layout, jobs=jobs)
     chain.check_base(base.layout, sums)
-    draft = base.draft
-    options = WriterOptions(base.conversion.options.max_shard_size, places=find_file_by_tensor(base))
+    draft, wanted = base.draft, base.draft.wanted
+    places: Mapping[str, str] | None = None
+    # if the base is a Hugging Face model, its tensors stay in their files
+    if wanted.format == draft.writer.name and wanted.world_size is None and base.path.is_dir():
+        file_of_tensor = {name: tensor.chunks[0].path for name, tensor in wanted.tensors.items()}
+        files = set(file_of_tensor.values())
+        places = file_of_tensor if len(files) > 1 or files <= {file.name for file in draft.files} else None
+    options = WriterOptions(base.conversion.options.max_shard_size, places=places)
     changed = replace(
         draft,
         sources=(*draft.sources, *(delta.layout for delta in chain.deltas)),
         read=(*draft.read, *(delta.path / name for delta in chain.deltas for name in sorted(delta.layout.files))),
-        files=draft.writer.lay_out_files(draft.wanted, options),
-        recipes=patch_recipes_by_name(chain, draft.wanted),
+        files=draft.writer.lay_out_files(wanted, options),
+        recipes=patch_recipes_by_name(chain, wanted),
         sums={**sums, **chain.final_checksums},
     )
     conversion = replace(
@@ -113,17 +119,6 @@ def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> 
         origins=[*base.conversion.origins, *(Origin.of(delta.path) for delta in chain.deltas)],
     )
     return with_not_copied_files(conversion, [base.checkpoint])
-
-
-def find_file_by_tensor(base: ConsolidatedView) -> Mapping[str, str] | None:
-    """Return the file of each tensor if the base is a Hugging Face model; None for other formats."""
-    layout = base.draft.wanted
-    if layout.format != base.draft.writer.name or layout.world_size is not None or not base.path.is_dir():
-        return None
-    file_of_tensor = {name: tensor.chunks[0].path for name, tensor in layout.tensors.items()}
-    written_files = {file.name for file in base.draft.files}
-    files = set(file_of_tensor.values())
-    return file_of_tensor if len(files) > 1 or files <= written_files else None
 
 
 def patch_recipes_by_name(chain: DeltaChain, base: Layout) -> dict[str, Patched]:

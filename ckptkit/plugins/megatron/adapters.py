@@ -176,8 +176,16 @@ def config_for_hub_modules(
 
 def read_trainer_settings(saved: Layout) -> tuple[Path, dict[str, Any]]:
     """Return the file with the trainer's settings, and these settings in keys of PEFT's config."""
-    if (file := saved.root / _SAVED).is_file():
-        return file, bridge_settings_in(file)
+    if (file := saved.root / _SAVED).is_file():  # of Megatron-Bridge, with a section `peft`
+        text = read_small(file, _LIMIT).decode(errors="replace")
+        section = re.search(r"^peft:\n((?:[ -].*\n?)+)", text, re.MULTILINE)
+        facts = dict(re.findall(r"^  (\w+): *(\S+) *$", section[1], re.MULTILINE)) if section else {}
+        if not _LORA.fullmatch(facts.get("_target_", "")):
+            raise Unsupported(f"`peft`: expected LoRA of Megatron-Bridge, found {facts.get('_target_')}", path=file)
+        dim, scale = (facts.get(key, "") for key in ("dim", "alpha"))
+        if not (dim.isdecimal() and re.fullmatch(r"[0-9]+(\.[0-9]+)?", scale)):
+            raise Corrupt(f"`peft`: expected numbers for dim and alpha, found `{dim}` and `{scale}`", path=file)
+        return file, {"peft_type": "LORA", "r": int(dim), "lora_alpha": float(scale) if "." in scale else int(scale)}
     args = read_job_arguments(saved)
     rank, alpha = args.get("lora_rank"), args.get("lora_alpha")
     if type(rank) is not int or type(alpha) not in (int, float):
@@ -185,15 +193,3 @@ def read_trainer_settings(saved: Layout) -> tuple[Path, dict[str, Any]]:
         raise NotACheckpoint(message, path=saved.root, hint="pass --adapter-config FILE")
     values = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": args.get("use_rslora") is True}
     return saved.root / COMMON if is_existing_path(saved.root / COMMON) else saved.root, values
-
-
-def bridge_settings_in(file: Path) -> dict[str, Any]:
-    """Return the section `peft` of Megatron-Bridge's run_config.yaml in keys of PEFT's config."""
-    section = re.search(r"^peft:\n((?:[ -].*\n?)+)", read_small(file, _LIMIT).decode(errors="replace"), re.MULTILINE)
-    facts = dict(re.findall(r"^  (\w+): *(\S+) *$", section[1], re.MULTILINE)) if section else {}
-    if not _LORA.fullmatch(facts.get("_target_", "")):
-        raise Unsupported(f"`peft`: expected LoRA of Megatron-Bridge, found {facts.get('_target_')}", path=file)
-    rank, alpha = (facts.get(key, "") for key in ("dim", "alpha"))
-    if not (rank.isdecimal() and re.fullmatch(r"[0-9]+(\.[0-9]+)?", alpha)):
-        raise Corrupt(f"`peft`: expected numbers for dim and alpha, found `{rank}` and `{alpha}`", path=file)
-    return {"peft_type": "LORA", "r": int(rank), "lora_alpha": float(alpha) if "." in alpha else int(alpha)}

@@ -34,7 +34,6 @@ from ckptkit.plugins.megatron.saved import (
     find_directories,
     is_per_rank_layer_state,
     is_rank_directory,
-    refuse_hidden_splits,
     require_rank_file,
 )
 from ckptkit.plugins.megatron.states import NamedOptimizer, Uncertain, read_named_optimizer
@@ -186,8 +185,7 @@ class Megatron(FormatReader):
         existing = {name: file for name, file in files.items() if is_existing_path(root / file)}
         saved = read_each_file(root, existing, lambda _, file: SavedRank.read(root, file), report, needs_one=True)
         job = SavedJob(root, assign_ranks(root, files, saved, report))
-        check_same_job(job)
-        refuse_hidden_splits(job.ranks[Rank(0, 0, 0)], job.sizes)
+        check_job(job)
         result = LayoutBuilder(job)
         result.add_model()
         result.add_optimizer(report)
@@ -246,8 +244,11 @@ def has_word_embedding(saved: SavedRank) -> bool:
     return any(name.endswith(_EMBEDDING) for run in saved.flat_models_by_run for name in saved.specs(run))
 
 
-def check_same_job(job: SavedJob) -> None:
-    """Raise `Corrupt` if the files come from several saves, or from jobs of different sizes."""
+def check_job(job: SavedJob) -> None:
+    """Raise `Corrupt` if the files come from several saves, or from jobs of different sizes.
+
+    Raises `Unsupported` for ways to split a model that the directory names do not show.
+    """
     first = next(iter(job.ranks.values()))
     for saved in job.ranks.values():
         for label, expected, found in (
@@ -259,3 +260,13 @@ def check_same_job(job: SavedJob) -> None:
                 mixed = "this directory mixes files of several saves"
                 message = f"expected {label} {expected} as in `{first.path}`, found {found}: {mixed}"
                 raise Corrupt(message, path=job.root / saved.path)
+    rank_0, ranks = job.ranks[Rank(0, 0, 0)], job.sizes.tensor
+    args, path = rank_0.job_arguments, job.root / rank_0.path
+    groups = args.get("num_query_groups")
+    if args.get("group_query_attention") and isinstance(groups, int) and groups < ranks:
+        message = f"expected at least {ranks} groups of queries, one for each rank, found {groups}"
+        raise Unsupported(message, path=path)
+    expert_ranks = args.get("expert_tensor_parallel_size")
+    if args.get("num_experts") and isinstance(expert_ranks, int) and expert_ranks != ranks:
+        message = f"expected experts split over {ranks} ranks like the other tensors, found {expert_ranks}"
+        raise Unsupported(message, path=path)

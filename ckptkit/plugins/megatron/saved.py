@@ -214,19 +214,6 @@ class SavedRank:
         return as_lost_tensors(flattening.flat, self.path) if self.is_lost else flattening.flat
 
 
-def refuse_hidden_splits(saved: SavedRank, sizes: GridSizes) -> None:
-    """Raise `Unsupported` for ways to split a model that the directory names do not show."""
-    args, path = saved.job_arguments, saved.root / saved.path
-    groups = args.get("num_query_groups")
-    if args.get("group_query_attention") and isinstance(groups, int) and groups < sizes.tensor:
-        message = f"expected at least {sizes.tensor} groups of queries, one for each rank, found {groups}"
-        raise Unsupported(message, path=path)
-    expert_ranks = args.get("expert_tensor_parallel_size")
-    if args.get("num_experts") and isinstance(expert_ranks, int) and expert_ranks != sizes.tensor:
-        message = f"expected experts split over {sizes.tensor} ranks like the other tensors, found {expert_ranks}"
-        raise Unsupported(message, path=path)
-
-
 def is_plausible_number(value: object) -> TypeGuard[int | float]:
     """Return whether a pickled value is a number or bool of plausible size."""
     return type(value) in (bool, int, float) and abs(value) < _LARGEST  # type: ignore[arg-type]

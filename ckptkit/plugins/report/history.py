@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,25 +191,19 @@ def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | Non
 
 
 def read_metrics_jsonl(path: Path, progress: Told | None = None) -> History:
-    """Read a file of JSON lines, up to the last complete line."""
-    history = History(path.name)
-    for line in complete_lines_of(path, progress):
-        history.add_log_entry(parse_json_or_none(line))
-    return history
-
-
-def complete_lines_of(path: Path, progress: Told | None = None) -> Iterator[bytes]:
-    """Yield the complete lines of a file. A line that is too long is yielded as an empty line."""
-    rest = b""
+    """Read a file of JSON lines, up to the last complete line. A line that is too long counts as skipped."""
+    history, rest = History(path.name), b""
     with opening(path) as file:
         size = file.size
         for offset in range(0, size, _BLOCK):
             block = read_at(file, min(_BLOCK, size - offset), offset)
             *lines, rest = (rest + block).split(b"\n")
-            yield from (line if len(line) < _LONGEST else b"" for line in lines)
+            for line in lines:
+                history.add_log_entry(parse_json_or_none(line) if len(line) < _LONGEST else None)
             rest = rest[-_LONGEST:]
             if progress:
                 progress(len(block))
+    return history
 
 
 def parse_json_or_none(line: bytes) -> Any:

@@ -65,12 +65,19 @@ def watch(
     Exit codes: 0 all checkpoints were handled (only with --once); 1 some failed; 2 usage; 3 RUN is not a run; 4 an I/O
     failure; 5 a watch with the same commands is running; 130 interrupted; 143 terminated.
     """
+    from ckptkit.cli.commands import COMMANDS, SYNONYMS
     from ckptkit.plugins.watch.watch import watch as run_it
 
     if json and not once:
         raise Usage("--json prints one object at the end, but a watch does not end", hint="add --once")
     for line in do or ():
-        require_command(line)
+        words: list[str] = []
+        with suppress(ValueError):  # WatchCommand.parse reports it
+            words = shlex.split(line)
+        if words and words[0] not in {*COMMANDS, *SYNONYMS}:
+            near = get_close_matches(words[0], COMMANDS, n=1)
+            hint = f"there is `{near[0]}`" if near else "use --exec to run another program"
+            raise Usage(f"unknown command `{words[0]}`", hint=hint)
     reserve_stdout()
     done = run_it(
         run,
@@ -91,19 +98,6 @@ def watch(
             print_text_line(line)
     if not done.is_ok:
         raise typer.Exit(1)
-
-
-def require_command(line: str) -> None:
-    """Raise `Usage` unless a line begins with a known command of ckptkit."""
-    from ckptkit.cli.commands import COMMANDS, SYNONYMS
-
-    words: list[str] = []
-    with suppress(ValueError):  # WatchCommand.parse reports it
-        words = shlex.split(line)
-    if words and words[0] not in {*COMMANDS, *SYNONYMS}:
-        near = get_close_matches(words[0], COMMANDS, n=1)
-        hint = f"there is `{near[0]}`" if near else "use --exec to run another program"
-        raise Usage(f"unknown command `{words[0]}`", hint=hint)
 
 
 def print_outcome(event: Event) -> None:
