@@ -43,7 +43,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     Reports files that are missing or cannot be read. A missing optimizer-state file is not detected, because no other
     file lists it.
     """
-    models = [read_model_file(root, name) for name in model_files(root, tag)]
+    models = list(read_models(root, tag))
     shapes = [{name: full_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
@@ -88,18 +88,17 @@ def path_from_root(*names: str) -> str:
     return str(PurePosixPath(*names))
 
 
-def model_files(root: Path, tag: str) -> list[str]:
-    """Return one model-states file per model part: the shared file, or the file of the first rank."""
+def read_models(root: Path, tag: str) -> Iterator[ModelStates]:
+    """Yield one model-states file per model part: the shared file, or the file of the first rank."""
     files = DeepSpeedFiles.of(names_in(root / tag), root / tag)
     if not files.models:
         raise Incomplete("`*_model_states.pt` is missing, which has the names and shapes", path=root / tag)
-    by_part = (files_of_part(files.models, part) for part in files.parts)
-    return [path_from_root(tag, next(iter(of_part.values()))) for of_part in by_part if of_part]
-
-
-def read_model_file(root: Path, name: str) -> ModelStates:
-    with errors_at(path=root / name):
-        return read_model_states(read_state_file(root, name))
+    for of_part in (files_of_part(files.models, part) for part in files.parts):
+        if of_part:
+            name = path_from_root(tag, next(iter(of_part.values())))
+            with errors_at(path=root / name):
+                model = read_model_states(read_state_file(root, name))
+            yield model
 
 
 def parameter_files(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
@@ -211,8 +210,8 @@ def put_optimizer(gathering: Gathering, file: StateFile, shapes: Sequence[Mappin
 
 def check_parameter_files(root: Path, tag: str, report: Report) -> None:
     """Report each parameter in the model states that has no file."""
-    for path in model_files(root, tag):
-        for group in read_model_file(root, path).shapes or ():
+    for model in read_models(root, tag):
+        for group in model.shapes or ():
             for name in group:
                 try:
                     if MASTER not in dict(parameter_files(root, tag, name)):

@@ -157,8 +157,8 @@ def bytes_in_last_block(model: Architecture, setup: Setup) -> Parts:
     # if the last block is not recomputed, its activations are already counted in `saved_activation_bytes`
     if setup.recompute_every and model.layers % setup.recompute_every == 0:
         working += block_activation_bytes(model, setup)
-    # backward gathers the current block and the prefetched ones; with one shard there is nothing to prefetch
-    ahead = max(1, setup.prefetch) if setup.shard_count > 1 else 0
+    # backward gathers the current block and the prefetched ones, unless the blocks stay gathered after forward
+    ahead = max(1, setup.prefetch) if setup.shard_count > 1 else 0  # with one shard there is nothing to prefetch
     blocks = 0 if setup.strategy == "shard_grad_op" else min(1 + ahead, model.layers)
     return {
         "gathered": unsharded_bytes(model, setup) + blocks * model.largest_block_numel * itemsize,
