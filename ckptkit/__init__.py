@@ -69,9 +69,9 @@ if TYPE_CHECKING:
     from ckptkit.runs.uploads import prune_uploads as prune_uploads
     from ckptkit.state.options import ConvertOptions as ConvertOptions
     from ckptkit.state.report import Converted as Converted
+    from ckptkit.training.loop import train as train
     from ckptkit.training.saving.run import Run as Run
     from ckptkit.training.smoke.smoke import smoke as smoke
-    from ckptkit.training.train import train as train
 
 _HOMES = {
     name: f"ckptkit.{module}"
@@ -115,7 +115,7 @@ _HOMES = {
         "state.report": "Converted",
         "training.saving.run": "Run",
         "training.smoke.smoke": "smoke",
-        "training.train": "train",
+        "training.loop": "train",
     }.items()
     for name in names.split()
 }

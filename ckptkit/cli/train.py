@@ -93,7 +93,7 @@ def train(
         if "save_every" not in values and chosen.steps > chosen.save_every:
             print_note(f"saving every {chosen.save_every} steps and at the end (--save-every)")
     from ckptkit.training.launch import find_torchrun_rank
-    from ckptkit.training.train import train as work
+    from ckptkit.training.loop import train as work
 
     if find_torchrun_rank():
         reserve_stdout()

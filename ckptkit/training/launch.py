@@ -53,9 +53,15 @@ def launch(work: Work, nproc: int | None, report: Report, on_interrupt: Callable
         context = start_fork_server()
         ranks: Ranks = {}
         try:
-            with blocked_interrupts():  # a Ctrl-C between start and `update` would leave a rank running
+            with blocked_interrupts():  # a Ctrl-C between the start and the entry in `ranks` would leave a rank running
                 for number in range(nproc):
-                    ranks.update([start_rank(context, work, RankPlace(number, nproc, number, nproc, rendezvous))])
+                    receiver, sender = context.Pipe(duplex=False)
+                    own_place = RankPlace(number, nproc, number, nproc, rendezvous)
+                    arguments = (work, own_place, sender, dict(os.environ))
+                    started = context.Process(target=run_rank, args=arguments, name=f"rank {number}", daemon=True)
+                    started.start()
+                    sender.close()  # so that the pipe ends when the process ends
+                    ranks[receiver] = started
             with forwarding_signals(ranks, on_interrupt):
                 relay_reports(ranks, report)
         finally:
@@ -134,16 +140,6 @@ def start_fork_server() -> ForkServerContext:
         raise
     require_exit_code_0(probe)
     return context
-
-
-def start_rank(context: ForkServerContext, work: Work, place: RankPlace) -> tuple[Connection, BaseProcess]:
-    """Start the process of one rank, and return the pipe on which it reports, and the process."""
-    receiver, sender = context.Pipe(duplex=False)
-    arguments = (work, place, sender, dict(os.environ))
-    process = context.Process(target=run_rank, args=arguments, name=f"rank {place.rank}", daemon=True)
-    process.start()
-    sender.close()  # so that the pipe ends when the process ends
-    return receiver, process
 
 
 def run_rank(work: Work, place: RankPlace, pipe: Connection, environment: dict[str, str]) -> None:

@@ -79,7 +79,13 @@ class Log(AbstractContextManager["Log"]):
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
         self._lines = open_lines(config.run / METRICS) if rank == 0 else None
-        self._board = open_tensorboard(config.run / TENSORBOARD) if config.tensorboard and rank == 0 else None
+        self._board: Any = None
+        if config.tensorboard and rank == 0:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise Usage("TensorBoard is not installed", hint="pip install 'ckptkit-fsdp[tensorboard]'") from error
+            self._board = SummaryWriter(str(config.run / TENSORBOARD))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Write the buffered lines, unless the disk or store has failed."""
@@ -101,28 +107,19 @@ class Log(AbstractContextManager["Log"]):
                     self._board.add_scalar(name, value, step.step)
 
 
-def open_tensorboard(directory: Path) -> Any:
-    """Return TensorBoard's `SummaryWriter`. Raises `Usage` without the extra `tensorboard`."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise Usage("TensorBoard is not installed", hint="pip install 'ckptkit-fsdp[tensorboard]'") from error
-    return SummaryWriter(str(directory))
-
-
 def drop_steps_after(run: Path, step: int) -> None:
-    """Remove the steps after `step` from a run's metrics, because the resumed run repeats them."""
+    """Remove the steps after `step` from a run's metrics, because the resumed run repeats them. Raises `Corrupt`."""
     path = run / METRICS
     lines = read_current_content(path).decode(errors="replace").splitlines(keepends=True)
-    # a crash may have cut the last line
-    kept = [line for line in lines if line.endswith("\n") and parse_step_of_line(line, path) <= step]
+    kept = []
+    for line in lines:
+        if not line.endswith("\n"):  # a crash may have cut the last line
+            continue
+        try:
+            written = int(json.loads(line)["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            hint = "move the file away to go on without the steps so far"
+            raise Corrupt(f"not the metrics of a step: {line.strip()[:80]}", path=path, hint=hint) from error
+        if written <= step:
+            kept.append(line)
     replace_file(path, "".join(kept).encode())
-
-
-def parse_step_of_line(line: str, path: Path) -> int:
-    """Return the step of a line of metrics. Raises `Corrupt` for a line that has no step."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, TypeError, KeyError) as error:
-        hint = "move the file away to go on without the steps so far"
-        raise Corrupt(f"not the metrics of a step: {line.strip()[:80]}", path=path, hint=hint) from error

@@ -83,34 +83,29 @@ def load_initial_weights(sharded: ShardedModel, path: Path, config: Mapping[str,
 def checksum_across_ranks(tensors: Mapping[str, Tensor]) -> int:
     """Return a checksum of tensors that does not depend on their sharding or dtype; a collective.
 
-    Each tensor is rounded to bf16 and reduced to the sum of its rows, each weighted by its row number; the checksum is
-    the CRC-32 of the names and sums.
+    Each tensor is rounded to bf16. The bits of each row are summed as integers and multiplied by the row number; the
+    sum of these products is taken modulo a prime. The checksum is the CRC-32 of the names and sums.
     """
     names = sorted(tensors)
-    sums = torch.stack([summand_of_checksum(tensors[name]) for name in names])
+    summands = []
+    for tensor in (tensors[name] for name in names):
+        local, is_counted = tensor, dist.get_rank() == 0
+        numbers = torch.arange(1, 1 + (tensor.shape or (1,))[0], device=tensor.device)
+        if isinstance(tensor, DTensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            local, coordinate = tensor.to_local(), mesh.get_coordinate() or ()
+            # src_data_rank=None: every rank slices its own copy, without communication
+            numbers = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
+            # count only the first replica
+            replicas = (at for at, kind in zip(coordinate, placements, strict=True) if isinstance(kind, Replicate))
+            is_counted = not any(replicas)
+        bits = local.reshape(local.shape or (1,)).to(torch.bfloat16).view(torch.int16)
+        rows = bits.reshape(len(bits), math.prod(bits.shape[1:]))
+        row_sums = rows.sum(1, dtype=torch.int64) % _PRIME * numbers % _PRIME
+        summands.append(row_sums.sum() * is_counted % _PRIME)
+    sums = torch.stack(summands)
     dist.all_reduce(sums)
     return zlib.crc32(str(list(zip(names, (sums % _PRIME).tolist(), strict=True))).encode())
-
-
-def summand_of_checksum(tensor: Tensor) -> Tensor:
-    """Return this rank's summand of a tensor's checksum, modulo a prime.
-
-    The bf16 bits of each row are summed as integers and multiplied by the row number. Only one replica counts.
-    """
-    local, is_counted = tensor, dist.get_rank() == 0
-    numbers = torch.arange(1, 1 + (tensor.shape or (1,))[0], device=tensor.device)
-    if isinstance(tensor, DTensor):
-        mesh, placements = tensor.device_mesh, tensor.placements
-        local, coordinate = tensor.to_local(), mesh.get_coordinate() or ()
-        # src_data_rank=None: every rank slices its own copy, without communication
-        numbers = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
-        # count only the first replica
-        is_counted = not any(at for at, kind in zip(coordinate, placements, strict=True) if isinstance(kind, Replicate))
-    bits = local.reshape(local.shape or (1,)).to(torch.bfloat16).view(torch.int16)
-    rows = bits.reshape(len(bits), math.prod(bits.shape[1:]))
-    sums = rows.sum(1, dtype=torch.int64) % _PRIME * numbers % _PRIME
-    total: Tensor = sums.sum() * is_counted % _PRIME
-    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +145,10 @@ def start_training(
                 path=findings.resume,
                 hint="pass --weights, or a --model with weights, or --state-dict sharded",
             )
-        blueprint = with_lora(config, config.lora_rank, blueprint, mesh.device_type)
+        base = config.weights or (config.model if blueprint.weights else None)
+        lora = Lora(config.lora_rank, config.lora_alpha, config.lora_targets, config.seed)
+        dtype = param_dtype(config, mesh.device_type)
+        blueprint = LoraBlueprint(blueprint, lora, dtype, None if base is None else str(base))
     require_inputs_fit(config, blueprint, findings)
     run = make_run(config, {**findings.tokenizer_files, **blueprint.model_files()})
     tokens = token_file_for_ranks(config, findings, ranks)
@@ -189,14 +187,19 @@ def token_file_for_ranks(config: TrainConfig, findings: Findings, ranks: Ranks) 
 
     Raises `Mismatch` if the data differs between machines.
     """
-    tokens = ranks.run_on_first_rank(partial(prepare_token_file, config, findings))
+
+    def prepare() -> TokenFile:
+        # in the run or, for a run in a store, in a local directory
+        return prepare_tokens(config.data, choose_tokenizer(findings.tokenizer), local_directory_of_run(config.run))
+
+    tokens = ranks.run_on_first_rank(prepare)
     if not is_remote(config.run):
         return tokens
     machines = ranks.gather_values(socket.gethostname())
     is_first_here = machines.index(socket.gethostname()) == ranks.rank
     # One rank per machine writes the file of its machine, then the others find it there.
-    ranks.run_on_all_ranks(lambda: prepare_token_file(config, findings) if is_first_here else None)
-    tokens = ranks.run_on_all_ranks(partial(prepare_token_file, config, findings))
+    ranks.run_on_all_ranks(lambda: prepare() if is_first_here else None)
+    tokens = ranks.run_on_all_ranks(prepare)
     for machine, checksum in zip(machines, ranks.gather_values(tokens.checksum), strict=True):
         if checksum != tokens.checksum:
             hint = "copy the same files to all machines"
@@ -204,11 +207,6 @@ def token_file_for_ranks(config: TrainConfig, findings: Findings, ranks: Ranks) 
                 f"the data on {machine} differs from the data on {socket.gethostname()}", path=config.data, hint=hint
             )
     return tokens
-
-
-def prepare_token_file(config: TrainConfig, findings: Findings) -> TokenFile:
-    """Return the token file of the data, in the run or, for a run in a store, in a local directory."""
-    return prepare_tokens(config.data, choose_tokenizer(findings.tokenizer), local_directory_of_run(config.run))
 
 
 def require_inputs_fit(config: TrainConfig, blueprint: Blueprint, findings: Findings) -> None:
@@ -224,16 +222,10 @@ def require_inputs_fit(config: TrainConfig, blueprint: Blueprint, findings: Find
             f"found {findings.vocab_size}",
             hint="pass the model's own tokenizer with --tokenizer",
         )
-    if findings.resume is not None:
-        require_same_config(findings.resume / CONFIG, blueprint.model_files()[CONFIG], "model")
-        require_same_adapters(findings.resume / ADAPTER_CONFIG, blueprint.model_files().get(ADAPTER_CONFIG))
-
-
-def require_same_adapters(path: Path, text: bytes | None) -> None:
-    """Raise `Mismatch` if the adapter config at `path` differs from `text`, the config of the adapters to train.
-
-    Raises it too if only the checkpoint or only the model has adapters.
-    """
+    if findings.resume is None:
+        return
+    require_same_config(findings.resume / CONFIG, blueprint.model_files()[CONFIG], "model")
+    path, text = findings.resume / ADAPTER_CONFIG, blueprint.model_files().get(ADAPTER_CONFIG)
     if path.exists() and text is not None:
         require_same_config(path, text, "adapter", ignored_keys=("base_model_name_or_path",))
     elif path.exists():
@@ -263,13 +255,6 @@ def require_same_config(path: Path, text: bytes, kind: str, ignored_keys: Collec
             f"the checkpoint has another {kind}: expected {ours.get(key)!r} as `{key}`, found {theirs.get(key)!r}",
             path=path,
         )
-
-
-def with_lora(config: TrainConfig, rank: int, model: Blueprint, device_type: str) -> Blueprint:
-    """Return the blueprint of `model` with LoRA adapters of `rank` and the other LoRA settings of `config`."""
-    base = config.weights or (config.model if model.weights else None)
-    lora = Lora(rank, config.lora_alpha, config.lora_targets, config.seed)
-    return LoraBlueprint(model, lora, param_dtype(config, device_type), None if base is None else str(base))
 
 
 def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:

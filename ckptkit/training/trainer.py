@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.data.corpus import Batch, Corpus, indices_of_rank
+from ckptkit.training.data.corpus import Corpus, indices_of_rank
 from ckptkit.training.metrics import StepMetrics, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.shard import ShardedModel, build_sharded_model
+from ckptkit.training.parallel.shard import build_sharded_model
 from ckptkit.training.saving.run import Run
 from ckptkit.training.seeds import derive_seed
 
@@ -68,7 +68,16 @@ class Trainer:
         self.rank, self.world_size = mesh.get_rank(), mesh.size()
         self.sharded = build_sharded_model(config, blueprint, mesh, seed)
         self.model = self.sharded.model
-        self.optimizer = make_optimizer(config, self.sharded)
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                is_matrix = name.replace("_fsdp_wrapped_module.", "") in self.sharded.matrices
+                (matrices if is_matrix else others).append(parameter)
+        # weight decay for matrices, but not for norms and biases
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        self.optimizer = AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
         self._decays = [float(group["weight_decay"]) for group in self.optimizer.param_groups]
         self.scheduler = make_scheduler(config, self.optimizer)
         # Compiled, it never stores the logits of the batch in fp32, which are the largest tensor of a step.
@@ -89,7 +98,7 @@ class Trainer:
         started = time.perf_counter()
         progress = self.progress
         torch.manual_seed(derive_seed(progress.seed, progress.step, self.rank))  # for dropout
-        loss, local_loss, tokens = self._accumulate_gradients(self.next_batches())
+        loss, local_loss, tokens = self._accumulate_gradients()
         norm = self.sharded.sharding.clip_gradients(self.model, self.config.clip)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise CkptError(
@@ -158,19 +167,17 @@ class Trainer:
             group["lr"] = self.config.lr * factor(self.progress.step)
             group["weight_decay"] = decay
 
-    def next_batches(self) -> list[Batch]:
-        """Return this rank's share of the next global batch as micro-batches; every rank has equally many."""
-        start, count = self.progress.sequences, self.config.batch_size
-        mine = indices_of_rank(range(start, start + count), self.rank, self.world_size)
-        largest = math.ceil(count / self.world_size)
-        parts = math.ceil(largest / (self.config.micro_batch_size or largest))
-        return [self.corpus.batch_at(indices_of_rank(mine, part, parts)) for part in range(parts)]
-
-    def _accumulate_gradients(self, batches: list[Batch]) -> tuple[float, float, int]:
-        """Accumulate the gradients of the batches.
+    def _accumulate_gradients(self) -> tuple[float, float, int]:
+        """Accumulate the gradients of this rank's share of the next global batch.
 
         Returns the mean loss per token over all ranks and on this rank, and the number of tokens on all ranks.
         """
+        # micro-batches, of which every rank has equally many
+        start, size = self.progress.sequences, self.config.batch_size
+        mine = indices_of_rank(range(start, start + size), self.rank, self.world_size)
+        largest = math.ceil(size / self.world_size)
+        parts = math.ceil(largest / (self.config.micro_batch_size or largest))
+        batches = [self.corpus.batch_at(indices_of_rank(mine, part, parts)) for part in range(parts)]
         local_tokens = sum(batch.loss_token_count for batch in batches)
         tokens = torch.tensor(local_tokens, device=self.device)
         dist.all_reduce(tokens)
@@ -195,15 +202,6 @@ class Trainer:
 def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the sum of the cross entropies, in fp32; logits [batch, length, vocabulary], targets [batch, length]."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-
-
-def make_optimizer(config: TrainConfig, sharded: ShardedModel) -> AdamW:
-    """Return AdamW on the fp32 shards, with weight decay for matrices but not for norms and biases."""
-    groups = [
-        {"params": sharded.trainable_parameters(matrices=True), "weight_decay": config.weight_decay},
-        {"params": sharded.trainable_parameters(matrices=False), "weight_decay": 0.0},
-    ]
-    return AdamW([group for group in groups if group["params"]], lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 def make_scheduler(config: TrainConfig, optimizer: Optimizer) -> LambdaLR:

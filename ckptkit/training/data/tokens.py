@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -66,7 +66,14 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
     files = find_data_files(data)
     is_token_file = data in files and files[0].suffix in TOKEN_FILES  # a directory may have such a suffix
     path = files[0] if is_token_file else room / TOKENS
-    made_of = hash_of_inputs(files, tokenizer)
+    # the ids are made of the tokenizer, and of each file as its path, size and mtime tell
+    inputs: list[object] = [tokenizer.vocab_size, tokenizer.start, tokenizer.end]
+    inputs += [(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(tokenizer.files().items())]
+    for file in files:
+        with translate_os_errors(file):
+            status = file.stat()
+        inputs.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
+    made_of = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
     if (known := find_token_file_record(room / ABOUT, made_of, path)) is not None:
         return known
     with translate_os_errors(room):
@@ -78,17 +85,6 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
     about = json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n"
     publish_file(room / ABOUT, about, overwrite=True)
     return tokens
-
-
-def hash_of_inputs(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """Return a hash of the inputs of the token ids: the tokenizer, and path, size and mtime of each file."""
-    parts: list[object] = [tokenizer.vocab_size, tokenizer.start, tokenizer.end]
-    parts += [(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(tokenizer.files().items())]
-    for path in files:
-        with translate_os_errors(path):
-            status = path.stat()
-        parts.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def find_token_file_record(record: Path, inputs_hash: str, path: Path) -> TokenFile | None:

@@ -51,10 +51,6 @@ class RopeScaling:
             f"RoPE: expected type `default`, `linear` or `llama3`, which the built-in Llama has, found `{kind}`"
         )
 
-    def to_keys(self) -> dict[str, Any]:
-        keys = asdict(self)
-        return keys if self.rope_type == "llama3" else {name: keys[name] for name in ("rope_type", "factor")}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -154,7 +150,9 @@ class ModelConfig:
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
         }
         if self.rope_scaling is not None:
-            keys["rope_parameters"] |= self.rope_scaling.to_keys()
+            scaling = asdict(self.rope_scaling)
+            names = scaling if self.rope_scaling.rope_type == "llama3" else ("rope_type", "factor")
+            keys["rope_parameters"] |= {name: scaling[name] for name in names}
         for name in self.__slots__:
             if name not in {"rope_theta", "rope_scaling"}:
                 keys[name] = getattr(self, name)

@@ -106,7 +106,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """Map [batch, length, hidden] to the same shape. Without a mask attention is causal."""
-        q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        projected = (projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj))
+        # [batch, length, heads * head_dim] to [batch, heads, length, head_dim]
+        q, k, v = (wide.view(*wide.shape[:-1], -1, self.head_dim).transpose(1, 2) for wide in projected)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         grouped = self.queries_per_key > 1
         if mask is not None and grouped:  # CUDA's fused kernels support a mask only without grouped heads
@@ -117,10 +119,6 @@ class Attention(nn.Module):
         )
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """Map [batch, length, heads * head_dim] to [batch, heads, length, head_dim]."""
-        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
 
 class MLP(nn.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -77,13 +77,19 @@ class LoraBlueprint:
         self.weights = base.weights
 
     def build(self) -> nn.Module:
-        """Build the model with adapters on torch's default device."""
+        """Build the model with adapters on torch's default device. Raises `Unsupported`."""
         model = self._base.build()
         for parameter in model.parameters():
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(self._dtype)
-        for name, linear in list(target_linear_modules(model, self.target_names)):
-            model.set_submodule(name, LoraLinear(linear, self._lora))
+        targets = self.target_names
+        for name, module in list(model.named_modules()):
+            if not any(ends_with_name(name, target) for target in targets):
+                continue
+            if type(module) is not nn.Linear:
+                message = f"`{name}` is a `{type(module).__name__}`: only linear layers are given adapters here"
+                raise Unsupported(message, hint="pass other layers with --lora-targets")
+            model.set_submodule(name, LoraLinear(module, self._lora))
         return model
 
     def transformer_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
@@ -143,17 +149,6 @@ class LoraBlueprint:
         if not targets:
             raise Unsupported(f"found no linear layers to adapt in the blocks of a `{type(model).__name__}`")
         return targets
-
-
-def target_linear_modules(model: nn.Module, targets: Sequence[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the target modules with their names. Raises `Unsupported` for a target that is not a plain `nn.Linear`."""
-    for name, module in model.named_modules():
-        if not any(ends_with_name(name, target) for target in targets):
-            continue
-        if type(module) is not nn.Linear:
-            message = f"`{name}` is a `{type(module).__name__}`: only linear layers are given adapters here"
-            raise Unsupported(message, hint="pass other layers with --lora-targets")
-        yield name, module
 
 
 def linear_names(modules: Sequence[nn.Module]) -> tuple[str, ...]:

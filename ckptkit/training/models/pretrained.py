@@ -69,13 +69,18 @@ class Pretrained:
 
         Raises `Unsupported` if no weights are loaded later and transformers leaves a parameter uninitialized.
         """
+        names = name.split(".") if name else []
+        ancestors: list[tuple[nn.Module, PreTrainedModel]] = []  # from the root to the module, with their nearest model
+        for depth in range(len(names) + 1):
+            ancestor = self._skeleton.get_submodule(".".join(names[:depth]))
+            ancestors.append((ancestor, ancestor if isinstance(ancestor, PreTrainedModel) else ancestors[-1][1]))
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():
             parameter.fill_(torch.nan)  # to detect parameters that no rule initializes
         # `_init_weights` of a model may access children of the module it gets, and a parent's call may initialize this
         # module. So put the module's parameters into a full model, whose other parameters are on `meta`.
         with replaced_parameters(self._skeleton.get_submodule(name), own):
-            for ancestor, owner in ancestry(self._skeleton, name):
+            for ancestor, owner in reversed(ancestors):
                 owner._init_weights(ancestor)
         for key, buffer in module.named_buffers(recurse=False):
             buffer.copy_(self._skeleton.get_submodule(name).get_buffer(key))
@@ -215,14 +220,3 @@ def replaced_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> 
     finally:
         for key, parameter in own.items():
             setattr(module, key, parameter)
-
-
-def ancestry(model: nn.Module, name: str) -> list[tuple[nn.Module, PreTrainedModel]]:
-    """Return the module called `name` and its ancestors, innermost first, each with its nearest `PreTrainedModel`."""
-    names = name.split(".") if name else []
-    ancestors: list[tuple[nn.Module, PreTrainedModel]] = []
-    for depth in range(len(names) + 1):
-        module = model.get_submodule(".".join(names[:depth]))
-        owner = module if isinstance(module, PreTrainedModel) else ancestors[-1][1]
-        ancestors.append((module, owner))
-    return ancestors[::-1]

@@ -29,14 +29,20 @@ class RankPlace:
 def process_group(place: RankPlace, device: str, *, deterministic: bool = False) -> Iterator[DeviceMesh]:
     """Initialize the process group, yield a one-dimensional mesh, and destroy the group at the end.
 
+    The device "auto" is a GPU if this machine has one for each of its ranks, else the CPU.
     `deterministic` makes results on a GPU repeatable bit for bit where torch can: attention otherwise adds up gradients
     in varying order.
     """
-    chosen = choose_device(device, place)
-    backend = "gloo"
-    if chosen.type == "cuda":
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(chosen)
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < place.local_world_size:
+        raise Usage(
+            f"expected {place.local_world_size} GPUs, one for each rank, found {gpus}",
+            hint="pass --nproc with the number of GPUs, or --device cpu",
+        )
+    device_type, backend = "cpu", "gloo"
+    if device != "cpu" and gpus >= place.local_world_size:
+        device_type, backend = "cuda", "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(place.local_rank)
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -45,23 +51,9 @@ def process_group(place: RankPlace, device: str, *, deterministic: bool = False)
     try:
         # Wait until all ranks are connected: if a rank fails and exits while another still connects, both fail.
         dist.all_reduce(torch.zeros(1))
-        yield init_device_mesh(chosen.type, (place.world_size,))
+        yield init_device_mesh(device_type, (place.world_size,))
         done = True
     finally:
         # After an error NCCL would deadlock here, because other ranks wait for this rank: the process exit ends it.
-        if done or chosen.type == "cpu":
+        if done or device_type == "cpu":
             dist.destroy_process_group()
-
-
-def choose_device(device: str, place: RankPlace) -> torch.device:
-    """Return the device of a rank. "auto" is a GPU if this machine has one for each rank, else the CPU."""
-    gpus = torch.cuda.device_count()
-    enough = gpus >= place.local_world_size
-    if device == "cuda" and not enough:
-        raise Usage(
-            f"expected {place.local_world_size} GPUs, one for each rank, found {gpus}",
-            hint="pass --nproc with the number of GPUs, or --device cpu",
-        )
-    if device == "cpu" or not enough:
-        return torch.device("cpu")
-    return torch.device("cuda", place.local_rank)

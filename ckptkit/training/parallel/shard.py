@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -51,24 +51,26 @@ class ShardedModel:
     multiplied: int
     frozen: int
 
-    def trainable_parameters(self, *, matrices: bool) -> list[nn.Parameter]:
-        """Return the trainable parameters with two dimensions or more before sharding, or the other ones."""
-        return [
-            parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and (name.replace("_fsdp_wrapped_module.", "") in self.matrices) == matrices
-        ]
-
 
 def build_sharded_model(config: TrainConfig, blueprint: Blueprint, mesh: DeviceMesh, seed: int | None) -> ShardedModel:
     """Build the model of `blueprint`, sharded on the mesh of all ranks, with weights initialized from `seed`.
 
-    With `seed` None the weights are uninitialized and must be loaded.
+    With `seed` None the weights are uninitialized and must be loaded. Raises `Usage` for a glob in `config.freeze` that
+    matches no parameter, and for a strategy that does not fit the ranks.
     """
     with torch.device("meta"):
         model = blueprint.build()
-    freeze_parameters(model, config.freeze)
-    matrices = frozenset(name for name, parameter in model.named_parameters() if parameter.ndim > 1)
+    parameters = dict(model.named_parameters())
+    matrices = frozenset(name for name, parameter in parameters.items() if parameter.ndim > 1)
+    for glob in config.freeze:
+        matching = [name for name in parameters if fnmatchcase(name, glob)]
+        if not matching:
+            message = f"--freeze: expected a glob that matches a parameter, found `{glob}`"
+            raise Usage(message, hint=f"pass names such as `{next(iter(parameters))}`")
+        for name in matching:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise Usage("--freeze: expected a parameter that is not frozen, found none", hint="drop a --freeze")
     blocks = blueprint.transformer_blocks(model)
     set_recomputation(blocks, config.recompute_every)
     if config.compile:
@@ -98,20 +100,6 @@ def mesh_for_strategy(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
     else:
         return mesh
     return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def freeze_parameters(model: nn.Module, globs: Iterable[str]) -> None:
-    """Freeze the parameters that match one of `globs`. Raises `Usage` for a glob without a match."""
-    parameters = dict(model.named_parameters())
-    for glob in globs:
-        matching = [name for name in parameters if fnmatchcase(name, glob)]
-        if not matching:
-            message = f"--freeze: expected a glob that matches a parameter, found `{glob}`"
-            raise Usage(message, hint=f"pass names such as `{next(iter(parameters))}`")
-        for name in matching:
-            parameters[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise Usage("--freeze: expected a parameter that is not frozen, found none", hint="drop a --freeze")
 
 
 def count_matmul_elements(model: nn.Module) -> tuple[int, int]:

@@ -33,7 +33,10 @@ class Stored:
     def __init__(self, path: Path, ranks: Ranks) -> None:
         self.path = path
         self._ranks = ranks
-        is_model, self._file = ranks.run_on_first_rank(lambda: find_form_and_file(path))
+        files = (path / TRAINING / FILE, path / FILE)
+        is_model, self._file = ranks.run_on_first_rank(
+            lambda: ((path / TRAINING).exists(), next((file for file in files if file.exists()), None))
+        )
         self._reader = Reader(path, under=MODEL if is_model else "", unasked="ignore")
         self._in_file: set[str] = set()
 
@@ -48,10 +51,19 @@ class Stored:
         return outline | in_file
 
     def _outline(self) -> tuple[Tree, Tree]:
-        # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
-        state = (
-            {name: unwrap_dict(entry) for name, entry in read_torch_save_file(self._file).items()} if self._file else {}
-        )
+        state: Tree = {}
+        if self._file is not None:
+            # torch does not verify checksums, so they are verified first
+            problem = next(iter(verify_component(self._file).problems), None)
+            if problem is not None:
+                raise problem
+            with translate_os_errors(self._file):
+                try:  # tensors are mmapped, and no code in the file runs
+                    loaded = torch.load(self._file, map_location="cpu", mmap=True, weights_only=True)
+                except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                    raise Corrupt(f"torch cannot load it: {str(error).splitlines()[0]}", path=self._file) from error
+            # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
+            state = {name: unwrap_dict(entry) for name, entry in loaded.items()}
         on_meta = partial(torch.empty_like, device="meta")
         outline = {name: map_tensors(on_meta if name in IN_PARTS else clone, entry) for name, entry in state.items()}
         return outline, {} if self._file == self.path / FILE else read_outline(self._reader)
@@ -71,12 +83,6 @@ class Stored:
         wanted |= {name: unwrap_dict(every[name]) for name in state}
 
 
-def find_form_and_file(path: Path) -> tuple[bool, Path | None]:
-    """Return whether `path` is a model with a directory for its training state, and the path of its torch.save file."""
-    files = (path / TRAINING / FILE, path / FILE)
-    return (path / TRAINING).exists(), next((file for file in files if file.exists()), None)
-
-
 def read_outline(reader: Reader) -> Tree:
     """Return the nested dicts of a checkpoint, with meta tensors for its tensors and None for non-tensor entries.
 
@@ -93,19 +99,3 @@ def read_outline(reader: Reader) -> Tree:
     if not keys:
         raise Unsupported("saved without the names of its nested entries", path=reader.path)
     return nest_leaves({keys[name]: leaf for name, leaf in leaves.items()})
-
-
-def read_torch_save_file(path: Path) -> Tree:
-    """Return the state in a torch.save file. Tensors are mmapped, and no code in the file runs.
-
-    torch does not verify checksums, so they are verified first. Raises `Corrupt` for a damaged file.
-    """
-    problem = next(iter(verify_component(path).problems), None)
-    if problem is not None:
-        raise problem
-    with translate_os_errors(path):
-        try:
-            state: Tree = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise Corrupt(f"torch cannot load it: {str(error).splitlines()[0]}", path=path) from error
-    return state

@@ -147,8 +147,13 @@ class Training:
     kept: Tree = field(default_factory=dict)  # weights of the model that are not loaded from an adapter checkpoint
 
     def __post_init__(self) -> None:
-        for name, thing in self.others.items():
-            require_stateful(name, thing)
+        others: Mapping[str, object] = self.others  # Python callers may pass anything
+        for name, thing in others.items():
+            if name in OURS:
+                raise Usage(f"`{name}` is a name that ckptkit uses itself", hint="choose another name")
+            if not isinstance(thing, (dict, Stateful)):
+                hint = "pass a dict, or an object with state_dict() and load_state_dict()"
+                raise Usage(f"`{name}`: expected an object with a state, found a {type(thing).__name__}", hint=hint)
 
     def take_state(self) -> Tree:
         """Return the current state. Its tensors alias model and optimizer: write or copy them before the next step."""
@@ -235,15 +240,6 @@ class Training:
 def are_adapter_names(names: Iterable[str]) -> bool:
     """Return True if all of these tensor names, at least one, are names of adapters."""
     return {parse_tensor_name(name) is not None for name in names} == {True}
-
-
-def require_stateful(name: str, thing: object) -> None:
-    """Raise `Usage` for a reserved name, and for an object that is not a dict and has no state_dict()."""
-    if name in OURS:
-        raise Usage(f"`{name}` is a name that ckptkit uses itself", hint="choose another name")
-    if not isinstance(thing, (dict, Stateful)):
-        hint = "pass a dict, or an object with state_dict() and load_state_dict()"
-        raise Usage(f"`{name}`: expected an object with a state, found a {type(thing).__name__}", hint=hint)
 
 
 def copy_plain_state(name: str, thing: Stateful | dict[Any, Any]) -> Any:

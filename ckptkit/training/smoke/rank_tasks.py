@@ -54,6 +54,9 @@ def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> N
                 steps.append(step)
                 if step.checkpoint:
                     states[step.step] = scheduler_and_progress_state(trainer)
+        crc = 0
+        for part in (part for tensor in trainer.model.parameters() for part in local_shards(tensor)):
+            crc = zlib.crc32(part.detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
         averages = [state[name] for state in trainer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         report(
             RankAccount(
@@ -64,7 +67,7 @@ def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> N
                 nbytes_of_shards(averages),
                 max((step.memory_allocated or 0 for step in steps), default=0) or None,
                 str(param_dtype(config, trainer.device.type)).removeprefix("torch."),
-                checksum_of_shards(trainer.model.parameters()),
+                crc,
             )
         )
 
@@ -90,11 +93,3 @@ def scheduler_and_progress_state(trainer: Trainer) -> tuple[dict[str, Any], dict
 
 def nbytes_of_shards(tensors: Iterable[Tensor]) -> int:
     return sum(part.nbytes for tensor in tensors for part in local_shards(tensor))
-
-
-def checksum_of_shards(tensors: Iterable[Tensor]) -> int:
-    """Return the CRC-32 of this rank's shards of all tensors."""
-    crc = 0
-    for part in (part for tensor in tensors for part in local_shards(tensor)):
-        crc = zlib.crc32(part.detach().cpu().contiguous().view(torch.uint8).numpy().data, crc)
-    return crc

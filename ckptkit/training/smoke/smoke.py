@@ -100,26 +100,6 @@ def choose_script_checker(options: dict[str, Any]) -> Callable[..., list[Check]]
     return partial(import_object(SCRIPTS[name].where), holder(**options))
 
 
-def remove_earlier_smoke_run(run: Path) -> None:
-    """Delete the checkpoints, settings and metrics of an earlier smoke test from a run, and nothing else.
-
-    Raises `Occupied` if the run has later checkpoints, because the smoke test would resume from them.
-    """
-    from ckptkit.training.metrics import METRICS, TENSORBOARD  # these import torch, which takes seconds
-    from ckptkit.training.smoke.runs import SAVED, STEPS
-
-    later = [checkpoint.name for checkpoint in checkpoints_named_in_run(run) if (checkpoint.step_in_name or 0) > STEPS]
-    if later:
-        message = f"the run has checkpoints that the smoke test did not make: {', '.join(later[:_MOST_NAMED])}"
-        raise Occupied(message, path=run, hint="move them elsewhere, or pass another --run")
-    folder = RunFolder(run)
-    for path in (folder.checkpoint(SAVED), folder.checkpoint(STEPS), run / TENSORBOARD):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-    for name in (SETTINGS, METRICS, MARK):
-        (run / name).unlink(missing_ok=True)
-
-
 def require_free_paths(run: Path, out: Path, *, overwrite: bool) -> None:
     """Raise `Occupied` if `run` or `out` exists, unless `overwrite` is given and an earlier smoke test made them."""
     try:
@@ -137,9 +117,26 @@ def require_free_paths(run: Path, out: Path, *, overwrite: bool) -> None:
 
 
 def create_smoke_run(run: Path) -> None:
-    """Create the run directory with the mark. Removes files of an earlier smoke test; other files stay."""
+    """Create the run directory with the mark.
+
+    Removes the checkpoints, settings and metrics of an earlier smoke test; other files stay. Raises `Occupied` if the
+    run has later checkpoints, because the smoke test would resume from them.
+    """
     with translate_os_errors(run):
         if (run / MARK).exists():
-            remove_earlier_smoke_run(run)
+            from ckptkit.training.metrics import METRICS, TENSORBOARD  # these import torch, which takes seconds
+            from ckptkit.training.smoke.runs import SAVED, STEPS
+
+            named = checkpoints_named_in_run(run)
+            later = [checkpoint.name for checkpoint in named if (checkpoint.step_in_name or 0) > STEPS]
+            if later:
+                message = f"the run has checkpoints that the smoke test did not make: {', '.join(later[:_MOST_NAMED])}"
+                raise Occupied(message, path=run, hint="move them elsewhere, or pass another --run")
+            folder = RunFolder(run)
+            for path in (folder.checkpoint(SAVED), folder.checkpoint(STEPS), run / TENSORBOARD):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+            for name in (SETTINGS, METRICS, MARK):
+                (run / name).unlink(missing_ok=True)
         run.mkdir(parents=True, exist_ok=True)
         (run / MARK).touch()

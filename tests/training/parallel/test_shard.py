@@ -20,10 +20,11 @@ from ckptkit.training.launch import Report, launch
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
+from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.parallel.initial import initialize_model
+from ckptkit.training.parallel.precision import param_dtype
 from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.parallel.shard import ShardedModel, build_sharded_model
-from ckptkit.training.start import with_lora
 
 # so that nothing divides evenly by two, three or four
 SHAPE = ModelConfig(hidden_size=40, intermediate_size=67, head_dim=10, num_hidden_layers=3)
@@ -76,15 +77,16 @@ HYBRID = {name: ON_FOUR[name] for name in ("FSDP2 hybrid accumulating", "FSDP1 h
 
 def blueprint_of(config: TrainConfig, shape: ModelConfig) -> Blueprint:
     llama = LlamaBlueprint(shape)
-    return llama if config.lora_rank is None else with_lora(config, config.lora_rank, llama, "cpu")
+    if config.lora_rank is None:
+        return llama
+    lora = Lora(config.lora_rank, config.lora_alpha, seed=config.seed)
+    return LoraBlueprint(llama, lora, param_dtype(config, "cpu"), None)
 
 
 def learn(config: TrainConfig, sharded: ShardedModel, place: RankPlace) -> Iterator[tuple[float, float]]:
     """Loss on this rank and norm of all gradients, step by step."""
     model = sharded.model
-    optimizer = torch.optim.SGD(
-        [*sharded.trainable_parameters(matrices=True), *sharded.trainable_parameters(matrices=False)], lr=0.1
-    )
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     mine = TOKENS.tensor_split(place.world_size)[place.rank]
     for _ in range(STEPS):
         parts = mine.split(config.micro_batch_size or len(mine))
