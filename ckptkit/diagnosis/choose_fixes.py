@@ -13,7 +13,7 @@ from ckptkit.conversion.consolidate import consolidate
 from ckptkit.conversion.convert import convert, draft_salvage
 from ckptkit.conversion.reshard import reshard
 from ckptkit.conversion.salvaging.repair import survey_file_sizes, survey_structure
-from ckptkit.diagnosis.exports import reopen_by_headers
+from ckptkit.diagnosis.exports import find_complete_export
 from ckptkit.diagnosis.finding import SHARDS, Finding, Fix, Value, group_findings
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.io.path import is_remote
@@ -55,8 +55,12 @@ def dry_run_fix(fix: Fix, checkpoint: Checkpoint) -> Trial:
 
 def run_fix(fix: Fix, checkpoint: Checkpoint, output: str | Path, **more: Any) -> Converted:
     """Run a fix for this checkpoint. Writes to `output`; `more` are further options."""
-    if fix.verb not in _MAKERS:
-        return consolidate(reopen_by_headers(checkpoint), output, **more)
+    if fix.verb not in _MAKERS:  # a broken export: its tensors come from the file headers instead of the index
+        component = checkpoint.model_component
+        broken = find_complete_export(component)
+        assert broken is not None
+        undamaged = replace(checkpoint, components=(replace(component, salvaged=broken[0].layout),))
+        return consolidate(undamaged, output, **more)
     return _MAKERS[fix.verb](checkpoint, output, **options_without_also(fix), **more)
 
 

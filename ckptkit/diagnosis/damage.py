@@ -47,7 +47,9 @@ def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None
     copy = consolidate_fix(checkpoint, base=str(model)) if damage and model is not None else None
     other = f"; {complete.name} beside it is complete" if complete else ""
     for problem in (problem for problems in damage.values() for problem in problems):
-        where = "" if problem.path is None else f"{path_in_checkpoint(checkpoint.path, problem.path)}: "
+        root, path = checkpoint.path, problem.path
+        is_inside = path is not None and path != root and path.is_relative_to(root)
+        where = "" if path is None else f"{path.relative_to(root) if is_inside else path}: "
         hint = f" ({problem.hint})" if problem.hint else ""
         message = f"{where}{problem.message}{hint}{other}"
         chosen_fix = copy if is_about_model_file(checkpoint, problem) else fix
@@ -72,11 +74,6 @@ def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
         return next((other.path for other in listed if other.is_complete), None)
     except IOFailure:
         return None
-
-
-def path_in_checkpoint(root: Path, path: Path) -> str:
-    """Return the path of a file relative to the checkpoint, or its full path if it is outside of it."""
-    return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else str(path)
 
 
 def find_torch_version(target: LoadTarget) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
@@ -24,8 +23,14 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
     ckptkit knows messages of torch, transformers and others. It searches `error` and its causes. Returns () for any
     other error. Raises a `CkptError` if there is no checkpoint at `ckpt`.
     """
-    text = error if isinstance(error, str) else "\n".join(texts_of_error(error))
-    text = _SOURCE.sub("", text[:_MAX_CHARACTERS])
+    texts = [error] if isinstance(error, str) else []
+    cause = None if isinstance(error, str) else error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        texts += [f"{type(cause).__name__}: {cause}", *getattr(cause, "__notes__", ())]
+        cause = cause.__cause__ or cause.__context__
+    text = _SOURCE.sub("", "\n".join(texts)[:_MAX_CHARACTERS])
     checkpoint = Checkpoint.open(ckpt)
     case, findings = open_load_target(checkpoint)
     meanings: list[Finding] = []
@@ -34,14 +39,3 @@ def explain(error: BaseException | str, ckpt: Source) -> tuple[Finding, ...]:
             findings += message.look(MatchedMessage(parts, text), case) if message.look and case else ()
             meanings.append(Finding(message.code, None, message.means))  # if the checkpoint shows no cause
     return choose_fixes(findings or meanings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))[0]
-
-
-def texts_of_error(error: BaseException) -> Iterator[str]:
-    """Yield the text and notes of an error and of its causes."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield f"{type(current).__name__}: {current}"
-        yield from getattr(current, "__notes__", ())
-        current = current.__cause__ or current.__context__

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.adapters.empty import find_empty_adapter_error
@@ -90,14 +89,6 @@ def find_index_in(root: Path) -> Mapping[str, str] | None:
         return read_index(root / INDEX)[0] if INDEX in names_in(root) else None
     except Corrupt:
         return {}
-
-
-def reopen_by_headers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a broken export as a checkpoint whose tensors come from the file headers instead of the index."""
-    component = checkpoint.model_component
-    broken = find_complete_export(component)
-    assert broken is not None
-    return replace(checkpoint, components=(replace(component, salvaged=broken[0].layout),))
 
 
 def find_missing_index(target: LoadTarget) -> Iterator[Finding]:

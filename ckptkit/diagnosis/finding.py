@@ -179,16 +179,11 @@ def group_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     for finding in findings:
         name = None if finding.tensor is None else fold_numbers(finding.tensor)
         grouped.setdefault((finding.code, name, finding.message, finding.fixed_by), []).append(finding)
-    return tuple(merge_findings(alike) for alike in grouped.values())
-
-
-def merge_findings(findings: list[Finding]) -> Finding:
-    """Return one finding for several with the same message and the same name up to numbers."""
-    first, *others = findings
-    every = (name for finding in findings for name in finding.names or filter(None, (finding.tensor,)))
-    names = tuple(dict.fromkeys(every))
-    if not others and not (first.names and first.tensor):
-        return replace(first, names=names)
-    return replace(
-        first, tensor=fold_numbers(first.tensor) if first.tensor and len(names) > 1 else first.tensor, names=names
-    )
+    merged = []
+    for alike in grouped.values():
+        every = (name for finding in alike for name in finding.names or filter(None, (finding.tensor,)))
+        first = replace(alike[0], names=tuple(dict.fromkeys(every)))
+        if first.tensor and len(first.names) > 1:
+            first = replace(first, tensor=fold_numbers(first.tensor))
+        merged.append(first)
+    return tuple(merged)

@@ -77,8 +77,7 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
     if model is None or misfits is None or most_shapes_differ(target, differing_shapes(target)):
         return
     if not misfits:
-        yield from find_family_shape_difference(target, model)
-        yield from find_names_on_disk(target, model)
+        yield from find_names_of_other_form(target, model)
         return
     # if nothing is missing, another family of names cannot be the reason
     on_hub = translate_to_hub(target, model) if misfits.missing else None
@@ -141,29 +140,25 @@ def translate_to_hub(target: LoadTarget, model: TargetModel) -> tuple[Shapes, Fi
     return shapes, Finding("family", names[0] if names else None, message, fix, names)
 
 
-def find_family_shape_difference(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
-    """Yield a finding if a family has the Hub's names but stores some tensors transposed."""
-    family = target.checkpoint.family
-    if family is None or not model.asked:
+def find_names_of_other_form(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
+    """Yield a finding if a family has the Hub's names but stores some tensors transposed.
+
+    Yield another if shards have the names of files, but the model in memory has others (transformers 5).
+    """
+    if not model.asked:
         return
-    names = tuple(name for name, shape in target.shapes.items() if target.hub_shapes.get(name, shape) != shape)
-    if names:
-        here, there = (list(shapes[names[0]]) for shapes in (target.shapes, target.hub_shapes))
+    family = target.checkpoint.family
+    shapes, hub_shapes = target.shapes, target.hub_shapes if family else {}
+    names = tuple(name for name, shape in shapes.items() if hub_shapes.get(name, shape) != shape)
+    if family and names:
+        here, there = list(shapes[names[0]]), list(hub_shapes[names[0]])
         message = f"{family.name} stores this tensor as {here}, and {model.name} as {there}"
         yield Finding("family", names[0], message, consolidate_fix(target.checkpoint, base=model.name), names)
-
-
-def find_names_on_disk(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
-    """Yield a finding if shards have the names of files, but the model in memory has others (transformers 5)."""
-    memory = model.forms[-1]
-    names = tuple(name for name in target.plain_shapes if name not in memory.shapes)
-    if is_loadable_model(target.checkpoint) or not (model.asked and names):
-        return
-    message = (
-        f"this is the tensor's name in files of the Hub; torch's load expects the name that {model.name} has in memory"
-    )
-    fix = convert_fix(target.checkpoint, names=_IN_MEMORY, base=model.name)
-    yield Finding("family", names[0], message, fix, names)
+    names = tuple(name for name in target.plain_shapes if name not in model.forms[-1].shapes)
+    if names and not is_loadable_model(target.checkpoint):
+        words = f"torch's load expects the name that {model.name} has in memory"
+        fix = convert_fix(target.checkpoint, names=_IN_MEMORY, base=model.name)
+        yield Finding("family", names[0], f"this is the tensor's name in files of the Hub; {words}", fix, names)
 
 
 def find_unexpected_tensors(target: LoadTarget, model: TargetModel, extra: list[str]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, Optimizer, find_optimizers
 from ckptkit.checkpoints.optimizers.missing_states import States, find_optimizer_states, states_of_flattened_optimizers
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, reshard_fix, rewrite_fix
+from ckptkit.diagnosis.finding import Finding, reshard_fix, rewrite_fix
 from ckptkit.errors import Corrupt
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.names.parameters import GROUP_MAP
@@ -38,31 +38,25 @@ def find_missing_states(target: LoadTarget) -> Iterator[Finding]:
 def list_missing_states(target: LoadTarget) -> Iterator[Finding]:
     """Yield the parameters without optimizer state, for any format."""
     is_sharded = target.checkpoint.model_component.reader.is_sharded
+    ranks = (target.world_size or target.layout.world_size) if is_sharded else None
     error_text = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
     for states in states_with_names(target.layout):
-        for name in parameters_lacking_state(states) if not has_misnamed_states(target, states) else ():
+        above = f"{'.'.join(map(str, states.above))}.state."
+        is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in target.inconsistencies)
+        if is_unknown or states.ungrouped_parameters:
+            continue  # states under unknown names are perhaps of the parameters without a state
+        for name in parameters_lacking_state(states):
             message = (
                 "the optimizer has no state for this parameter because it never received a gradient; "
                 f"unless it is frozen, torch's load fails with {error_text}"
             )
             key = ".".join([*map(str, states.above), "state", name])
-            yield Finding("optimizer_state", key, message, complete_optimizer_fix(target))
-
-
-def has_misnamed_states(target: LoadTarget, states: States) -> bool:
-    """Return whether the optimizer has states under unknown names, perhaps of the parameters without a state."""
-    above = f"{'.'.join(map(str, states.above))}.state."
-    is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in target.inconsistencies)
-    return is_unknown or bool(states.ungrouped_parameters)
-
-
-def complete_optimizer_fix(target: LoadTarget) -> Fix:
-    """Return the command that gives every parameter a state."""
-    is_sharded = target.checkpoint.model_component.reader.is_sharded
-    ranks = (target.world_size or target.layout.world_size) if is_sharded else None
-    if ranks:
-        return reshard_fix(target.checkpoint, ranks, complete_optimizer=True)
-    return rewrite_fix(target.checkpoint, complete_optimizer=True)
+            fix = (
+                reshard_fix(target.checkpoint, ranks, complete_optimizer=True)
+                if ranks
+                else rewrite_fix(target.checkpoint, complete_optimizer=True)
+            )
+            yield Finding("optimizer_state", key, message, fix)
 
 
 def states_with_names(layout: Layout) -> list[States]:
@@ -111,22 +105,13 @@ def find_first_group_difference(ours: Optimizer, theirs: Optimizer, other: Path)
             "torch fails with `loaded state dict contains a parameter group that doesn't match the size`"
         )
         yield Finding("groups", ours.name, message)
-    elif ours.has_parameter_names and (moved := find_moved_parameter(ours, theirs)):
-        name, one, two = moved
-        message = f"expected the parameter in group {two} as in {other}, found it in group {one}"
-        yield Finding("groups", f"{ours.name}.{name}", message)
-
-
-def find_moved_parameter(ours: Optimizer, theirs: Optimizer) -> tuple[str, int, int] | None:
-    """Return the first parameter that is in another group, with its group here and there."""
-    group_there = {name: number for number, group in enumerate(theirs.groups) for name in group}
-    moved = (
-        (name, number, group_there[name])
-        for number, group in enumerate(ours.groups)
-        for name in group
-        if group_there.get(name, number) != number
-    )
-    return next(moved, None)
+    elif ours.has_parameter_names:
+        group_there = {name: number for number, group in enumerate(theirs.groups) for name in group}
+        for name, one in ((name, number) for number, group in enumerate(ours.groups) for name in group):
+            if (two := group_there.get(name, one)) != one:
+                message = f"expected the parameter in group {two} as in {other}, found it in group {one}"
+                yield Finding("groups", f"{ours.name}.{name}", message)
+                return
 
 
 def readable_optimizers_in(layout: Layout) -> list[Optimizer]:
@@ -163,12 +148,9 @@ def parameters_under(layout: Layout, key_step: str) -> dict[KeyPath, dict[str, s
     for name in layout.names:
         match layout.key(name):
             case (*above, here, str(parameter), _) if here == key_step:
-                by_optimizer.setdefault(tuple(above), {})[normalized_parameter_name(parameter)] = parameter
+                # equal for a parameter in `GROUP_MAP` and for all entries that are saved for it
+                normalized = parameter
+                for pattern, same in _NORMALIZATIONS:
+                    normalized = re.sub(pattern, same, normalized)
+                by_optimizer.setdefault(tuple(above), {})[normalized] = parameter
     return by_optimizer
-
-
-def normalized_parameter_name(name: str) -> str:
-    """Return a normalized name: equal for a parameter in `GROUP_MAP` and for all entries that are saved for it."""
-    for pattern, same in _NORMALIZATIONS:
-        name = re.sub(pattern, same, name)
-    return name

@@ -53,7 +53,12 @@ def find_model_key_difference(target: LoadTarget, other: Path, ours: Side, their
 def find_missing_and_extra(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield the entries that only the other checkpoint has, and the weights that only this one has."""
     is_sharded = target.checkpoint.model_component.reader.is_sharded
-    reported_states = entries_of_missing_states(ours.layout, theirs.layout) if is_sharded else set()
+    reported_states: set[str] = set()
+    if is_sharded:  # `find_missing_states` reports the states that are missing for whole parameters
+        lacking = {name for states in states_with_names(ours.layout) for name in parameters_lacking_state(states)}
+        states_there = [states.of for states in states_with_names(theirs.layout)]
+        present = [state for of in states_there for name, state in of.items() if name in lacking]
+        reported_states = {entry for state in present for entry in state.values()}
     missing = {
         name: shape
         for name, shape in shapes_of_entries(theirs.layout).items()
@@ -113,34 +118,20 @@ def find_dtype_fix(target: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], o
     is_simple = len(weight_dtypes) == 1 and any(name in ours.weights for name in pairs)
     rules = [dtype.name for dtype in weight_dtypes] if is_simple else []
     other_dtypes = {name: two.dtype for name, (_, two) in pairs.items() if not (is_simple and name in ours.weights)}
-    uniform_kinds = uniformly_changed_kinds(other_dtypes, ours.layout)
+    # the last words of names, such as `exp_avg`, whose tensors all change to the same dtype get one rule
+    dtypes_by_kind: dict[str, set[DType | None]] = {}
+    for name in ours.layout.tensors:
+        kind = name.rpartition(".")[2]
+        dtypes_by_kind.setdefault(kind, set()).add(other_dtypes.get(name) if "." in name else None)
+    uniform_kinds = {kind for kind, dtypes in dtypes_by_kind.items() if len(dtypes) == 1 and None not in dtypes}
     globs = {
-        name: f"*.{kind}" if (kind := last_name_component(name)) in uniform_kinds else f"*{fold_numbers(name)}"
+        name: f"*.{kind}" if (kind := name.rpartition(".")[2]) in uniform_kinds else f"*{fold_numbers(name)}"
         for name in other_dtypes
     }
     rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in other_dtypes.items())
     if not rules or len(rules) > _MAX_RULES or not all(a.dtype.is_castable_to(b.dtype) for a, b in pairs.values()):
         return None
     return rewrite_fix(target.checkpoint, dtype=tuple(rules))
-
-
-def uniformly_changed_kinds(changed: Mapping[str, DType], layout: Layout) -> set[str]:
-    """Return the last words of names, such as `exp_avg`, whose tensors all change to the same dtype."""
-    dtypes_by_kind: dict[str, set[DType | None]] = {}
-    for name in layout.tensors:
-        dtypes_by_kind.setdefault(last_name_component(name), set()).add(changed.get(name) if "." in name else None)
-    return {kind for kind, dtypes in dtypes_by_kind.items() if len(dtypes) == 1 and None not in dtypes}
-
-
-def last_name_component(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def entries_of_missing_states(ours: Layout, theirs: Layout) -> set[str]:
-    """Return the state entries that are missing for whole parameters: `find_missing_states` reports these."""
-    lacking = {name for states in states_with_names(ours) for name in parameters_lacking_state(states)}
-    present = (state for states in states_with_names(theirs) for name, state in states.of.items() if name in lacking)
-    return {entry for state in present for entry in state.values()}
 
 
 def is_per_rank(layout: Layout, name: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.model_facts import ModelFacts
-from ckptkit.diagnosis.case import LoadTarget, TargetModel
+from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, is_loadable_model, rewrite_fix
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, first_of
 from ckptkit.io.path import is_remote
@@ -44,28 +44,19 @@ def find_missing_towers_and_layers(target: LoadTarget) -> Iterator[Finding]:
         return  # if the model's tensors are known, `find_name_mismatches` reports the missing ones
     for key, words in _TOWERS.items():
         if isinstance(model.config.get(key), Mapping) and not any(words.search(name) for name in target.shapes):
-            fix = find_fill_from_model_fix(target, model, filter(words.search, model.specs))
+            # copy them from the model that the user named, if it has them
+            names = [name for name in model.specs if words.search(name) and name not in target.shapes]
+            globs = find_few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)
+            fix = consolidate_fix(target.checkpoint, from_base=globs, base=model.name) if globs else None
             message = f"{model.name} declares `{key}`, but the checkpoint has no tensors of it"
             yield Finding("layers", None, message, fix)
-    yield from find_missing_layers(target, model)
-
-
-def find_missing_layers(target: LoadTarget, model: TargetModel) -> Iterator[Finding]:
-    """Yield a finding if fewer layers have tensors than the config declares."""
     inner = model.config.get("text_config")
-    count = (inner if isinstance(inner, Mapping) else model.config).get("num_hidden_layers")
+    layers = (inner if isinstance(inner, Mapping) else model.config).get("num_hidden_layers")
     numbers = layer_numbers(target.shapes)
-    missing = [number for number in range(count) if number not in numbers] if isinstance(count, int) else []
+    missing = [number for number in range(layers) if number not in numbers] if isinstance(layers, int) else []
     if numbers and missing:
         absent = f"found no tensors for {len(missing)} of them, such as layer {missing[0]}"
-        yield Finding("layers", None, f"expected {count} layers (num_hidden_layers of {model.name}), {absent}")
-
-
-def find_fill_from_model_fix(target: LoadTarget, model: TargetModel, wanted: Iterable[str]) -> Fix | None:
-    """Return the command that copies missing tensors from the model that the user named; None if it lacks them."""
-    names = [name for name in wanted if name not in target.shapes]
-    globs = find_few_globs(names, model.specs.keys() - set(names), _MAX_GLOBS)
-    return consolidate_fix(target.checkpoint, from_base=globs, base=model.name) if globs else None
+        yield Finding("layers", None, f"expected {layers} layers (num_hidden_layers of {model.name}), {absent}")
 
 
 Pairs = Mapping[str, tuple[Shape, Shape]]
@@ -87,16 +78,25 @@ def find_shape_mismatches(target: LoadTarget) -> Iterator[Finding]:
         for name, pair in pairs.items()
         if (found := vocabulary.find_row_counts(target.renames.get(name, name), *pair))
     }
-    for name, (here, expected_rows) in padded.items():
+    for name, (rows, expected_rows) in padded.items():
         message = (
-            f"expected {expected_rows} rows (vocab_size of {target.model.name}), found {here}: one of the two is padded"
+            f"expected {expected_rows} rows (vocab_size of {target.model.name}), found {rows}: one of the two is padded"
         )
         yield Finding(
             "vocabulary", name, message, rewrite_fix(target.checkpoint, vocab_size=expected_rows, base=target.base)
         )
     others = {name: pair for name, pair in pairs.items() if name not in padded}
     if most_shapes_differ(target, others):
-        yield different_model_finding(target, others)
+        here, there = (describe_sizes(shapes) for shapes in (target.shapes, target.best_matching_form.shapes))
+        name, (shape, wanted) = next(iter(others.items()))
+        message = (
+            f"{target.model.name} is another model: {here} here, {there} in its config; {len(others)} of "
+            f"{len(target.shapes)} tensors have another shape, "
+            f"such as `{name}`: expected {list(wanted)}, found {list(shape)}"
+        )
+        own = target.checkpoint.companions
+        fix = fix_with_own_config(target, str(own.found_in)) if target.asked and own.config is not None else None
+        yield Finding("config", None, message, fix)
         return
     yield from find_config_mismatch(target, others)
     for name, (shape, wanted) in others.items():
@@ -120,22 +120,6 @@ def differing_shapes(target: LoadTarget) -> dict[str, tuple[Shape, Shape]]:
 def most_shapes_differ(target: LoadTarget, pairs: Pairs) -> bool:
     """Return whether more than half of the tensors have another shape: then the model is a different one."""
     return 2 * len(pairs) > len(target.shapes)
-
-
-def different_model_finding(target: LoadTarget, pairs: Pairs) -> Finding:
-    """Return the finding that the model is a different one, with the sizes of both."""
-    assert target.model is not None
-    assert target.best_matching_form is not None
-    here, there = (describe_sizes(shapes) for shapes in (target.shapes, target.best_matching_form.shapes))
-    name, (shape, wanted) = next(iter(pairs.items()))
-    example = f"such as `{name}`: expected {list(wanted)}, found {list(shape)}"
-    message = (
-        f"{target.model.name} is another model: {here} here, {there} in its config; "
-        f"{len(pairs)} of {len(target.shapes)} tensors have another shape, {example}"
-    )
-    own = target.checkpoint.companions
-    fix = fix_with_own_config(target, str(own.found_in)) if target.asked and own.config is not None else None
-    return Finding("config", None, message, fix)
 
 
 def fix_with_own_config(target: LoadTarget, base: str) -> Fix | None:
