@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.engine.compare import compare_layouts
-from ckptkit.errors import Mismatch, Unsupported
+from ckptkit.errors import Unsupported
 from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.pickles.inert_pickle import SCALARS, PersistentId, walk_members
@@ -29,9 +29,24 @@ def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Sca
     """Return the entries that differ, with both values if these are scalars, and remarks on entries not compared."""
     remarks = []
     a, b = (locate_all_chunks(replace(layout, tensors={})) for layout in (a, b))
-    unlike = a.blobs.keys() - entries_with_equal_bytes(a, b)
+    # entries that are stored as byte ranges of their own are compared by their bytes first, as uint8 tensors
+    names = {
+        name
+        for name, blob in a.blobs.items()
+        if blob.content is None and b.blobs[name].content is None and 0 < blob.length == b.blobs[name].length
+    }
+    as_tensors, dtype = [], DTYPES["uint8"]
+    for layout in (a, b):
+        tensors = {}
+        for name in names:
+            blob = layout.blobs[name]
+            box = full_box((blob.length,))
+            chunk = Chunk(box, blob.path, blob.offset, blob.length, dtype, crc32=blob.crc32)
+            tensors[name] = StoredTensor(Spec(dtype, box.size), (chunk,))
+        as_tensors.append(replace(layout, tensors=tensors, blobs={}, keys={}))
+    equal = names.difference(compare_layouts(*as_tensors).differing_names)
     differing: dict[str, tuple[Scalar, Scalar] | None] = {}
-    for name in sorted(unlike):
+    for name in sorted(a.blobs.keys() - equal):
         try:
             one, two = (load_value(layout.root, layout.blobs[name]) for layout in (a, b))
             has_tensors = any(isinstance(part, PersistentId) for value in (one, two) for part in walk_members(value))
@@ -40,55 +55,6 @@ def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Sca
         except Unsupported as error:
             remarks.append(f"entry `{name}` was not compared: {error.message}")
     return differing, remarks
-
-
-def entries_with_equal_bytes(a: Layout, b: Layout) -> set[str]:
-    """Return the entries that are stored as byte ranges of their own and have equal bytes in both."""
-    names = {
-        name
-        for name, blob in a.blobs.items()
-        if blob.content is None and b.blobs[name].content is None and 0 < blob.length == b.blobs[name].length
-    }
-    different = compare_layouts(*(with_entries_as_tensors(layout, names) for layout in (a, b))).differing_names
-    return names.difference(different)
-
-
-def with_entries_as_tensors(layout: Layout, names: set[str]) -> Layout:
-    """Return a layout with the bytes of these entries as uint8 tensors."""
-    tensors, dtype = {}, DTYPES["uint8"]
-    for name in names:
-        blob = layout.blobs[name]
-        box = full_box((blob.length,))
-        chunk = Chunk(box, blob.path, blob.offset, blob.length, dtype, crc32=blob.crc32)
-        tensors[name] = StoredTensor(Spec(dtype, box.size), (chunk,))
-    return replace(layout, tensors=tensors, blobs={}, keys={})
-
-
-def problems_from_diff(diff: Diff) -> Iterator[Mismatch]:
-    """Yield a problem for each tensor that differs or that only one has, and one for configs that differ."""
-    path, other = diff.a, diff.b
-    if certain := [one for one in diff.configs if one.is_certain]:
-        words = describe_differences(certain, str(other))
-        message = f"config.json differs in keys that change the computation: {words}"
-        yield Mismatch(message, path=path)
-    for name in diff.only_in_a:
-        yield Mismatch(f"not in {other}", path=path, tensor=name)
-    for name in diff.only_in_b:
-        yield Mismatch(f"only in {other}", path=path, tensor=name)
-    for one in diff.different:
-        yield problem_from_difference(diff, one)
-
-
-def problem_from_difference(diff: Diff, difference: Difference) -> Mismatch:
-    """Return the problem for a tensor that both checkpoints have but that differs."""
-    path, other = diff.a, diff.b
-    if difference.reason == "values" or difference.a is None or difference.b is None:
-        return Mismatch(f"the bytes differ from those in {other}", path=path, tensor=difference.name)
-    is_cast = difference.reason == "dtype" and difference.b.dtype.is_castable_to(difference.a.dtype)
-    hint = "pass --allow-cast to compare after a cast" if is_cast else None
-    return Mismatch(
-        f"expected {difference.b} as in {other}, found {difference.a}", path=path, tensor=difference.name, hint=hint
-    )
 
 
 Reason = Literal["shape", "dtype", "values", "entry"]

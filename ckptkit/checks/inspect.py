@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ckptkit import words
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
 from ckptkit.checkpoints.optimizers.keys import find_parameter_key_kind
@@ -55,15 +55,19 @@ def entries_by_kind(layouts: Iterable[Layout], weights: Mapping[str, str]) -> di
     under: dict[str, dict[str, None]] = defaultdict(dict)
     for i, part in enumerate(layouts):
         ours = set(weights.values()) if i == 0 else set()
+        in_optimizer_directory = part.root.name.startswith("optim")
         for name in part.names:
-            kind = "model" if name in ours else "optimizer" if is_optimizer(part, name) else "rest"
+            key, kind = part.key(name), "rest"
+            if name in ours:
+                kind = "model"
+            elif in_optimizer_directory or any(str(step).startswith("optim") for step in key[:3]):
+                kind = "optimizer"
             entries[kind] += 1
             if name in part.tensors:
                 spec = part.tensors[name].spec
                 dtypes[kind][spec.dtype.name] += spec.nbytes
             else:
                 blob_bytes[kind] += part.blobs[name].length
-            key = part.key(name)
             if len(key) > 1 or name in part.blobs:
                 under[kind][str(key[0]).partition(OF_ONE)[0]] = None
     return {
@@ -73,11 +77,6 @@ def entries_by_kind(layouts: Iterable[Layout], weights: Mapping[str, str]) -> di
         for kind in ("model", "optimizer", "rest")
         if entries[kind]
     }
-
-
-def is_optimizer(layout: Layout, name: str) -> bool:
-    """Return whether an entry belongs to an optimizer, by its key path or its directory."""
-    return layout.root.name.startswith("optim") or any(str(step).startswith("optim") for step in layout.key(name)[:3])
 
 
 Tie = tuple[str, ...]  # names of the same tensor
@@ -210,10 +209,26 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
     """
     checkpoint, unread = Checkpoint.open(source).with_readable_components()
     model = checkpoint.model_component
-    weights = find_model_tensor_names(model)
-    quantized = inspect_quantized_if_any(model)
+    weights: Mapping[str, str] = {}  # the checkpoint's names by the model's own names
+    if model.is_model:
+        with suppress(Mismatch, Unsupported):  # the model cannot be identified
+            weights = model.weights.came_from
+    quantized = None
+    if model.is_model and may_be_quantized_model(model.layout.specs):
+        from ckptkit.state.quantized.find import inspect_quantized  # deferred: most models have no quantized weights
+
+        quantized = inspect_quantized(model)
     ties, tie_remark = find_ties(model.layout, find_model_config(model.path), weights)
     layout = locate_all_chunks(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
+    adapters: tuple[InspectedAdapter, ...] = ()
+    if model.is_model and may_be_adapted(model.layout.tensors):
+        from ckptkit.adapters.find import inspect_adapters  # deferred: most models have no adapters
+
+        adapters = inspect_adapters(model)
+    # tied parameters count once
+    duplicates = {name for tie in ties for name in sorted(set(tie) & model.layout.tensors.keys())[1:]}
+    counted = [model.layout.tensors[name].spec.numel for name in weights.values() if name not in duplicates]
+    packed = quantized.stored - quantized.parameters if quantized else 0
     return Inspected(
         layout,
         model.layout,
@@ -222,13 +237,13 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
         checkpoint.trainer,
         checkpoint.family.name if checkpoint.family else None,
         layout.world_size or checkpoint.world_size,
-        count_parameters(model.layout, weights, ties, quantized),
+        sum(counted) - packed if counted else None,
         entries_by_kind([component.layout for component in checkpoint.components], weights),
         tuple(ties),
         model.has_manifest and model.manifest is not None,  # a manifest of an earlier save counts as none
         unread,
         find_parameter_key_kind(layout),
-        inspect_adapters_if_any(model),
+        adapters,
         quantized,
         read_account(checkpoint.path) if checkpoint.path.is_dir() else None,
         tuple(checkpoint.unread_files),
@@ -247,41 +262,3 @@ def remarks_on_checkpoint(checkpoint: Checkpoint, tie_remark: str | None) -> Ite
         yield f"the name contains step {named:,}, but the checkpoint records step {noted:,}"
     if tie_remark:
         yield tie_remark
-
-
-def inspect_adapters_if_any(model: Component) -> tuple[InspectedAdapter, ...]:
-    """Return the adapters of a model. Avoids the import for the many models without adapters."""
-    if not (model.is_model and may_be_adapted(model.layout.tensors)):
-        return ()
-    from ckptkit.adapters.find import inspect_adapters
-
-    return inspect_adapters(model)
-
-
-def inspect_quantized_if_any(model: Component) -> InspectedQuantized | None:
-    """Return the quantized weights of a model. Avoids the import for the many models without any."""
-    if not (model.is_model and may_be_quantized_model(model.layout.specs)):
-        return None
-    from ckptkit.state.quantized.find import inspect_quantized
-
-    return inspect_quantized(model)
-
-
-def find_model_tensor_names(component: Component) -> dict[str, str]:
-    """Return the model's own tensor names, mapped to the checkpoint's names; {} if the model is not identified."""
-    if not component.is_model:
-        return {}
-    try:
-        return component.weights.came_from
-    except (Mismatch, Unsupported):
-        return {}
-
-
-def count_parameters(
-    layout: Layout, weights: Mapping[str, str], ties: Iterable[Tie], quantized: InspectedQuantized | None
-) -> int | None:
-    """Return the number of parameters, counting tied ones once; None if the parameters are unknown."""
-    duplicates = {name for tie in ties for name in sorted(set(tie) & layout.tensors.keys())[1:]}
-    counted = [layout.tensors[name].spec.numel for name in weights.values() if name not in duplicates]
-    packed = quantized.stored - quantized.parameters if quantized else 0
-    return sum(counted) - packed if counted else None

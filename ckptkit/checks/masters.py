@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptkit.checkpoints.optimizers.masters import COMPLETED, REMAINDERS, find_masters
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.engine.compare import Comparison, compare_computed, compare_layouts
+from ckptkit.engine.compare import compare_computed, compare_layouts
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels
 from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, StoredTensor
@@ -64,22 +64,18 @@ def compare_low_precision_copies(
         which = f"{count(len(remainders), 'master')}, such as `{(entries or {})[remainders[0]]}`"
         yield f"remainders of masters, saved as floats: {which}; `consolidate --weights-from master` adds them"
     for name in different[:_LISTED]:
-        problems.add(differing_copy_error(layout, name, (entries or {}).get(name, name), compared, len(different)))
+        twin, distance = layout.twins[name], compared.distances[name]
+        by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""
+        others = f"; {count(len(different), 'tensor', 'differs')} in all" if len(different) > 1 else ""
+        message = (
+            f"{distance.different} of {twin.spec.numel} elements differ from the copy in {twin.spec.dtype}{by}{others}"
+        )
+        path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
+        entry, hint = (entries or {}).get(name, name), "check that all files are from one save"
+        problems.add(Corrupt(message, path=path, tensor=entry, hint=hint))
     same = len(layout.twins) - len(compared.differing_names)
     if same and not different:
         yield f"{count(same, 'tensor')} equal their rounded copies"
-
-
-def differing_copy_error(layout: Layout, name: str, entry: str, compared: Comparison, tensor_count: int) -> Corrupt:
-    """Return the problem of a tensor that differs from its copy; there are `tensor_count` such tensors."""
-    twin, distance = layout.twins[name], compared.distances[name]
-    by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""
-    others = f"; {count(tensor_count, 'tensor', 'differs')} in all" if tensor_count > 1 else ""
-    message = (
-        f"{distance.different} of {twin.spec.numel} elements differ from the copy in {twin.spec.dtype}{by}{others}"
-    )
-    path = layout.root / twin.chunks[0].path if twin.chunks else layout.root
-    return Corrupt(message, path=path, tensor=entry, hint="check that all files are from one save")
 
 
 def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:

@@ -53,14 +53,6 @@ class ComparableModel:
         specs |= {name: Spec(_FLOAT32, quantized.weights[stored].shape) for name, stored in packed.items()}
         return cls(layout, quantized, specs, packed)
 
-    def remark_on_dequantized(self, names: set[str]) -> str | None:
-        """Return a remark on the weights that are dequantized for the comparison; None without any."""
-        packed = len(names & self.packed.keys())
-        if self.quantized is None or not packed:
-            return None
-        weights = f"{count(packed, 'quantized weight')} of {self.layout.root} ({self.quantized.method})"
-        return f"compared by their values: {weights}"
-
     def recipe_for(self, name: str, source: int) -> Recipe:
         """Return the recipe of a weight, with operands from the source of this index."""
         from ckptkit.engine.recipes import Taken  # deferred: imports numpy
@@ -159,7 +151,10 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     if rest:
         notes.append(f"left out {count(rest, 'tensor')}: missing in {one} or {two}, of different shapes, or not floats")
     computed = {name for name in shared if any(name in one.packed for one in models)}
-    notes += [remark for one in models if (remark := one.remark_on_dequantized(computed))]
+    for model in models:
+        if model.quantized is not None and (packed := len(computed & model.packed.keys())):
+            weights = f"{count(packed, 'quantized weight')} of {model.layout.root} ({model.quantized.method})"
+            notes.append(f"compared by their values: {weights}")
     if cast := sum(before[name].dtype != after[name].dtype for name in shared - computed):
         notes.append(
             f"the dtypes of {count(cast, 'tensor')} differ, so `equal` compares their values; to compare in the dtypes "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from ckptkit.checkpoints.manifest import FileSum, Manifest
 from ckptkit.formats import FormatReader
 from ckptkit.io.file import names_in
-from ckptkit.layout import Blob, Chunk, Extent, Layout
+from ckptkit.layout import Extent, Layout
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,3 @@ class OwnFiles:
             if known is not None and tensor.spec.nbytes == extent.length:
                 return known
         return extent.crc32
-
-
-def with_complete_data_only(layout: Layout, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout with only the chunks and blobs that end before the end of their files."""
-
-    def is_there(place: Chunk | Blob) -> bool:
-        return place.is_in_file and place.offset + place.length <= sizes.get(place.path, -1)
-
-    chunks = {name: tuple(filter(is_there, tensor.chunks)) for name, tensor in layout.tensors.items()}
-    tensors = {name: replace(layout.tensors[name], chunks=found) for name, found in chunks.items() if found}
-    blobs = {name: blob for name, blob in layout.blobs.items() if blob.content is not None or is_there(blob)}
-    return replace(layout, tensors=tensors, blobs=blobs)

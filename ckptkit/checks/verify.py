@@ -36,7 +36,7 @@ from ckptkit.checkpoints.problems import Problems, join_first_names, merge_file_
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import file_checksums
 from ckptkit.checks.masters import compare_low_precision_copies, compare_masters
-from ckptkit.checks.own_files import OwnFiles, with_complete_data_only
+from ckptkit.checks.own_files import OwnFiles
 from ckptkit.engine.scan import find_first_zero_page, scan_files
 from ckptkit.errors import (
     CkptError,
@@ -53,7 +53,7 @@ from ckptkit.io.crc32 import RESTORE, damage_message
 from ckptkit.io.file import file_size, is_existing_path, list_children
 from ckptkit.io.origin import Origin
 from ckptkit.io.progress import Progress, Told, make_progress_reporter
-from ckptkit.layout import Extent, FileOffset, Layout
+from ckptkit.layout import Blob, Chunk, Extent, FileOffset, Layout
 from ckptkit.models.computation import describe_differences
 from ckptkit.state.names import NameOptions
 from ckptkit.summary import Summarized, first_lines_and_rest
@@ -235,16 +235,32 @@ def with_master_comparison(checkpoint: Checkpoint, results: list[Verified], jobs
 
 
 def with_diff_as_problems(verified: Verified, diff: Diff | None) -> Verified:
-    """Return the result with the differences from another checkpoint as further problems."""
+    """Return the result with the differences from another checkpoint as further problems.
+
+    There is a problem for each tensor that differs or that only one has, and one for configs that differ.
+    """
     if diff is None:
         return verified
-    from ckptkit.checks.differences import problems_from_diff
-
-    open_keys = [one for one in diff.configs if not one.is_certain]
-    words = f"the models may compute different results: {describe_differences(open_keys, str(diff.b))}"
-    notes = (words,) if open_keys else ()
-    problems = (*verified.problems, *problems_from_diff(diff))
-    return replace(verified, problems=problems, notes=(*verified.notes, *notes), compared=diff)
+    path, other, problems, notes = diff.a, diff.b, [*verified.problems], [*verified.notes]
+    certain = [one for one in diff.configs if one.is_certain]
+    uncertain = [one for one in diff.configs if not one.is_certain]
+    if uncertain:
+        notes.append(f"the models may compute different results: {describe_differences(uncertain, str(other))}")
+    if certain:
+        words = describe_differences(certain, str(other))
+        problems.append(Mismatch(f"config.json differs in keys that change the computation: {words}", path=path))
+    problems += [Mismatch(f"not in {other}", path=path, tensor=name) for name in diff.only_in_a]
+    problems += [Mismatch(f"only in {other}", path=path, tensor=name) for name in diff.only_in_b]
+    for difference in diff.different:
+        ours, theirs, name = difference.a, difference.b, difference.name
+        if difference.reason == "values" or ours is None or theirs is None:
+            problems.append(Mismatch(f"the bytes differ from those in {other}", path=path, tensor=name))
+            continue
+        is_cast = difference.reason == "dtype" and theirs.dtype.is_castable_to(ours.dtype)
+        hint = "pass --allow-cast to compare after a cast" if is_cast else None
+        message = f"expected {theirs} as in {other}, found {ours}"
+        problems.append(Mismatch(message, path=path, tensor=name, hint=hint))
+    return replace(verified, problems=tuple(problems), notes=tuple(notes), compared=diff)
 
 
 def find_checkpoints(source: Source) -> list[Checkpoint]:
@@ -458,7 +474,16 @@ def check_zip_wrappers(
 
     Returns the number of bytes of tensors and other entries, and the byte ranges that remain to be verified.
     """
-    sound = with_complete_data_only(own.layout, sizes)
+
+    def is_there(place: Chunk | Blob) -> bool:  # it ends before the end of its file
+        return place.is_in_file and place.offset + place.length <= sizes.get(place.path, -1)
+
+    chunks = {name: tuple(filter(is_there, tensor.chunks)) for name, tensor in own.layout.tensors.items()}
+    sound = replace(
+        own.layout,
+        tensors={name: replace(own.layout.tensors[name], chunks=found) for name, found in chunks.items() if found},
+        blobs={name: blob for name, blob in own.layout.blobs.items() if blob.content is not None or is_there(blob)},
+    )
     located = locate_all_chunks(sound, problems.add, with_packed=with_packed)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
@@ -479,26 +504,17 @@ def compare_extent_checksums(
         crc, wanted = checksums.get((extent.path, extent.offset)), own.expected_checksum(extent)
         if not extent.length or crc is None or wanted is None or crc == wanted:
             continue  # an empty byte range shares its offset with the next one
-        is_whole = crc == extent.crc32
-        length, offset = extent.length, extent.offset
-        other = f"expected CRC-32 {wanted:08x} of the {length} bytes at byte {offset} (manifest), found {crc:08x}"
-        problems.add(
-            Corrupt(
-                other if is_whole else damage_message(length, offset, crc, wanted),
-                path=own.root / extent.path,
-                tensor=extent.name or None,
-                offset=extent.offset,
-                hint=RESTORE if is_whole else hint_on_zeros(own.root, extent),
-            )
-        )
-
-
-def hint_on_zeros(root: Path, extent: Extent) -> str | None:
-    """Return a hint for a byte range with a page that was never written; None if all pages were written."""
-    zeros = find_first_zero_page(root, extent)
-    if zeros is None:
-        return None
-    return f"use another checkpoint: the page at byte {zeros} is all zeros and was never written, as after a crash"
+        length, offset, hint = extent.length, extent.offset, None
+        if crc == extent.crc32:
+            message = f"expected CRC-32 {wanted:08x} of the {length} bytes at byte {offset} (manifest), found {crc:08x}"
+            hint = RESTORE
+        else:
+            message = damage_message(length, offset, crc, wanted)
+            if (zeros := find_first_zero_page(own.root, extent)) is not None:
+                words = f"the page at byte {zeros} is all zeros and was never written, as after a crash"
+                hint = f"use another checkpoint: {words}"
+        path, tensor = own.root / extent.path, extent.name or None
+        problems.add(Corrupt(message, path=path, tensor=tensor, offset=offset, hint=hint))
 
 
 def verify_whole_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Problems) -> None:
