@@ -52,16 +52,11 @@ def resend_dropped_signal(unraisable: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def find_missing_package(error: Exception) -> str | None:
-    """Return the package that an import did not find; None for a module of ckptkit or the standard library."""
-    name = error.name if isinstance(error, ModuleNotFoundError) else None
-    package = (name or "").partition(".")[0]
-    return None if package in {"", "ckptkit", *sys.stdlib_module_names} else package
-
-
 def to_ckpt_error(error: Exception) -> CkptError:
     """Return a CkptError for a missing package, too little memory or an OSError. Raises any other error again."""
-    if package := find_missing_package(error):
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    package = (missing or "").partition(".")[0]
+    if package not in {"", "ckptkit", *sys.stdlib_module_names}:
         return Usage(f"{package} is not installed", hint=f"run `pip install {package}`")
     is_unloaded = isinstance(error, ImportError) and "failed to map segment" in str(error)  # of the dynamic linker
     if is_unloaded or isinstance(error, MemoryError | SystemError):

@@ -90,7 +90,13 @@ def hint_on_command(name: str, commands: Iterable[str]) -> str:
 def hint_on_option(command: str, usage: str, guess: str, options: Iterable[str]) -> str:
     """Return the hint for an unknown option of a command: what to pass instead. `usage` shows its arguments."""
     known = list(options)
-    suggestions = [name for name in _OPTIONS.get(guess, ()) if name in known][:1] or find_similar_options(guess, known)
+    suggestions = [name for name in _OPTIONS.get(guess, ()) if name in known][:1]
+    if not suggestions:  # the options that share the most words with the guess, or else have a similar spelling
+        words = set(guess.strip("-").split("-"))
+        shared = {name: len(words & set(name.strip("-").split("-"))) for name in known}
+        most = max(shared.values(), default=0)
+        suggestions = [name for name in shared if shared[name] == most]
+        suggestions = suggestions if most else get_close_matches(guess, shared, cutoff=0.8)
     if suggestions:
         return f"pass {join_with_or(suggestions)}"
     if guess in _ARGUMENTS:
@@ -124,14 +130,6 @@ def fit_hint_to_command(hint: str, arguments: Sequence[str]) -> str | None:
     ]
     fitting = "".join(joint * bool(i) + clause for i, (joint, clause) in enumerate(kept))
     return f"pass {fitting}" if fitting.startswith("--") else fitting or None
-
-
-def find_similar_options(guess: str, options: Iterable[str]) -> list[str]:
-    """Return the options that share the most words with a guess, or else have a similar spelling."""
-    words = set(guess.strip("-").split("-"))
-    shared = {name: len(words & set(name.strip("-").split("-"))) for name in options}
-    most = max(shared.values(), default=0)
-    return [name for name in shared if shared[name] == most] if most else get_close_matches(guess, shared, cutoff=0.8)
 
 
 # Regular expressions for messages of click and pydantic, and their replacements, in this order.
@@ -270,17 +268,11 @@ def to_usage_error(error: Any) -> Usage:
     raw = message
     for theirs, ours in _MESSAGES:
         message = re.sub(theirs, ours, message)
-    if (option := re.match(r"(--\S+): expected (?!.*found)", message)) and (
-        value := find_option_value(option[1], sys.argv)
-    ):
-        message += f", found `{value}`"
+    if option := re.match(r"(--\S+): expected (?!.*found)", message):
+        pairs = [*pairwise(sys.argv), *(word.split("=", 1) for word in sys.argv if "=" in word)]
+        if value := next((value for name, value in reversed(pairs) if name == option[1]), None):  # the last one counts
+            message += f", found `{value}`"
     return Usage(message[:1].lower() + message[1:], hint=hint_on_click_error(error, raw))
-
-
-def find_option_value(option: str, arguments: Sequence[str]) -> str | None:
-    """Return the last value of an option in a command line, None without one."""
-    pairs = [*pairwise(arguments), *(word.split("=", 1) for word in arguments if "=" in word)]
-    return next((value for name, value in reversed(pairs) if name == option), None)
 
 
 def hint_on_click_error(error: Any, message: str) -> str:

@@ -9,14 +9,14 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from ckptkit.checkpoints.account import NAME, Account, Filled, Lost
+from ckptkit.checkpoints.account import NAME, Account, Lost
 from ckptkit.checkpoints.find_components import LOST, describe_not_copied
 from ckptkit.cli.output import (
     pick,
@@ -69,30 +69,24 @@ _LAYER = re.compile(r"(.*?\.[0-9]+)\.(.*)")
 
 
 def report_salvage(account: Account, output: Path, *, dry_run: bool) -> None:
-    """Print to stderr which tensors were lost, by file and layer, and what to do about it."""
+    """Print to stderr which tensors were filled and lost, by file and layer, and what to do about it."""
     if account.repaired:
         print_note(
             f"note: {count(len(account.repaired), 'damaged tensor', 'was')} read from another copy in the checkpoint"
         )
-    if account.filled:
-        report_filled(account.filled)
+    by_source: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for tensor in account.filled:
+        by_source[tensor.source, tensor.cast].append(tensor.name)
+    for (source, cast), names in by_source.items():
+        print_note(f"filled {count(len(names), 'tensor')} from {source}{f', cast {cast}' if cast else ''}")
+        for layer, inside in group_names_by_layer(names):
+            print_note(f"  {layer}  {inside}")
     if account.is_fully_from_source:
         print_note(f"note: nothing was lost: {output} is complete")
     if account.lost:
         report_lost(account, output, dry_run=dry_run)
     if account.lost and not account.filled:
         print_note("hint: pass --fill-from OTHER to take them from an earlier step or from the base model")
-
-
-def report_filled(filled: Sequence[Filled]) -> None:
-    """Print how many tensors were filled from each other checkpoint."""
-    by_source: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for tensor in filled:
-        by_source[tensor.source, tensor.cast].append(tensor.name)
-    for (source, cast), names in by_source.items():
-        print_note(f"filled {count(len(names), 'tensor')} from {source}{f', cast {cast}' if cast else ''}")
-        for layer, inside in group_names_by_layer(names):
-            print_note(f"  {layer}  {inside}")
 
 
 def report_lost(account: Account, output: Path, *, dry_run: bool) -> None:
@@ -252,12 +246,19 @@ def remark_lines(result: Converted) -> list[str]:
     lines = []
     if result.wrapper:
         lines.append(f"found the model under the key `{result.wrapper}`")
-    lines += describe_dropped(left for left in result.dropped if left.why not in NOT_ASKED)
+    by_reason: dict[str, list[LeftOut]] = defaultdict(list)
+    for left in result.dropped:
+        if left.why not in NOT_ASKED:
+            by_reason[left.why].append(left)
+    for why, group in by_reason.items():
+        names = first_of([f"`{left.name}`" for left in group], _MOST_LEFT_OUT)
+        entries, nbytes = sum(left.entries for left in group), sum(left.nbytes for left in group)
+        lines.append(f"not copied: {names}, {count(entries, 'entry')}, {format_bytes(nbytes)} ({why})")
     named = [(old, new) for old, new in result.renamed.items() if old.removeprefix(f"{result.wrapper}.") != new]
     if named:
         lines.append(f"renamed {count(len(named), 'entry')}, such as {named[0][0]} => {named[0][1]}")
-    for change in sorted(set(result.cast.values())):
-        lines.append(f"cast {count(list(result.cast.values()).count(change), 'tensor')}: {change}")
+    casts = list(result.cast.values())
+    lines += [f"cast {count(casts.count(change), 'tensor')}: {change}" for change in sorted(set(casts))]
     zeros: dict[str, list[str]] = defaultdict(list)  # by parameter: the parts of its missing optimizer state
     for name, form in result.completed.items():
         state, _, kind = name.rpartition(".")
@@ -265,19 +266,6 @@ def remark_lines(result: Converted) -> list[str]:
     lines += [f"zeros for `{state}`: {', '.join(kinds)}" for state, kinds in zeros.items()]
     lines += [f"note: {text}" for text in result.notes]
     return lines + describe_not_copied([left for left in result.left_behind if left.why not in LOST], "not copied")
-
-
-def describe_dropped(dropped: Iterable[LeftOut]) -> list[str]:
-    """Return a line for each reason, with the names and the size of the entries that are not copied for it."""
-    by_reason: dict[str, list[LeftOut]] = defaultdict(list)
-    for left in dropped:
-        by_reason[left.why].append(left)
-    lines = []
-    for why, group in by_reason.items():
-        names = first_of([f"`{left.name}`" for left in group], _MOST_LEFT_OUT)
-        entries, nbytes = sum(left.entries for left in group), sum(left.nbytes for left in group)
-        lines.append(f"not copied: {names}, {count(entries, 'entry')}, {format_bytes(nbytes)} ({why})")
-    return lines
 
 
 def parse_factors(text: str) -> list[float]:

@@ -80,23 +80,18 @@ def diff(
 def to_json(result: Diff) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     names = ("a", "b", "only_in_a", "only_in_b", "renamed", "tensors", "nbytes", "checked_bytes", "notes")
-    different = [difference_json(difference) for difference in result.different]
+    different = []
+    for difference in result.different:
+        sides = {side: str(spec) if spec else None for side, spec in (("a", difference.a), ("b", difference.b))}
+        if difference.values:
+            sides = {side: repr(value) for side, value in zip("ab", difference.values, strict=True)}
+        sizes: dict[str, Any] = {"max_abs": None, "first": None}  # if the values were not compared
+        if difference.distance is not None:
+            distance = pick(difference.distance, "max_abs", "first", "rel_l2", "strange")
+            sizes = {"elements": difference.distance.different, **distance}
+        different.append({**pick(difference, "name", "reason"), **sides, **sizes})
     configs = [pick(config, "key", "here", "there") for config in result.configs]
     return {"equal": result.is_equal, "different": different, "configs": configs, **pick(result, *names)}
-
-
-def difference_json(difference: Difference) -> dict[str, Any]:
-    """Return a difference as JSON; `max_abs` and `first` are null if the values were not compared."""
-    sides = {side: str(spec) if spec else None for side, spec in (("a", difference.a), ("b", difference.b))}
-    if difference.values:
-        sides = {side: repr(value) for side, value in zip("ab", difference.values, strict=True)}
-    result = {"name": difference.name, "reason": difference.reason, **sides}
-    if difference.distance is None:
-        return result | {"max_abs": None, "first": None}
-    return result | {
-        "elements": difference.distance.different,
-        **pick(difference.distance, "max_abs", "first", "rel_l2", "strange"),
-    }
 
 
 def report(result: Diff, *, every: bool) -> None:
@@ -113,7 +108,13 @@ def report(result: Diff, *, every: bool) -> None:
     report_unmeasured("entries with another value or dtype", others, most)
     for side, path, names in (("A", result.a, result.only_in_a), ("B", result.b, result.only_in_b)):
         print_lines(f"only in {side}, {path}", names if every else fold_layer_names(names), most)
-    print_lines("renamed", list_renames(result, every=every), most)
+    renames = [f"{old} => {new}" for old, new in result.renamed.items()]
+    if renames and not every:
+        from ckptkit.layout.renames import explain_renames
+
+        rules = explain_renames(result.renamed)
+        renames = [with_repeat_count(f"{rule.old} => {rule.new}", rule.count) for rule in rules]
+    print_lines("renamed", renames, most)
     print_text_line(conclusion_line(result))
     changed = [difference for difference in result.different if difference.reason == "dtype"]
     if any(one.a and one.b and one.a.dtype.is_castable_to(one.b.dtype) for one in changed):
@@ -128,7 +129,19 @@ def report_measured(kinds: Sequence[Kind], most: int | None) -> None:
         return
     changes = {describe_change(kind.difference) if kind.difference.reason == "dtype" else "" for kind in kinds}
     common = changes.pop() if len(changes) == 1 else ""
-    rows = [kind_row(kind, with_change=not common) for kind in kinds[:most]]
+    rows = []
+    for kind in kinds[:most]:
+        difference, distance = kind.difference, kind.difference.distance
+        assert distance is not None
+        assert difference.a is not None
+        strange = f", {distance.strange:,} NaN/Inf" if distance.strange else ""
+        first = "" if distance.first is None else f"[{','.join(map(str, distance.first))}]"
+        differ, total = distance.different, kind.count * difference.a.numel
+        share = f"{differ:,}" if differ < 1000 else f"{min(100 * differ / total, 99.9):.3g}%"
+        change = f": {describe_change(difference)}" if not common and difference.reason == "dtype" else ""
+        name = with_repeat_count(f"{difference.name}{change}", kind.count)
+        sizes = f"{distance.rel_l2:.3g}", f"{distance.max_abs:.3g}"
+        rows.append((*sizes, f"{'all' if differ == total else share}{strange}", first, name))
     print_table(rows, ("rel L2", "max", "differ", "first", f"tensor: {common}" if common else "tensor"))
     print_omitted_count(len(kinds), most)
 
@@ -141,19 +154,6 @@ def report_unmeasured(what: str, kinds: Sequence[Kind], most: int | None) -> Non
     print_lines(what, lines, most)
 
 
-def kind_row(kind: Kind, *, with_change: bool) -> tuple[str, ...]:
-    """Return a line of the table."""
-    difference, distance = kind.difference, kind.difference.distance
-    assert distance is not None
-    assert difference.a is not None
-    strange = f", {distance.strange:,} NaN/Inf" if distance.strange else ""
-    first = "" if distance.first is None else f"[{','.join(map(str, distance.first))}]"
-    differ = format_element_share(distance.different, kind.count * difference.a.numel)
-    change = f": {describe_change(difference)}" if with_change and difference.reason == "dtype" else ""
-    name = with_repeat_count(f"{difference.name}{change}", kind.count)
-    return f"{distance.rel_l2:.3g}", f"{distance.max_abs:.3g}", f"{differ}{strange}", first, name
-
-
 def describe_change(difference: Difference) -> str:
     """Return how a value, dtype or shape differs in B: `old => new`."""
     if difference.values:
@@ -163,22 +163,6 @@ def describe_change(difference: Difference) -> str:
     if difference.reason == "dtype":
         return f"{difference.a.dtype} => {difference.b.dtype}"
     return " => ".join(str(list(spec.shape)).replace(" ", "") for spec in (difference.a, difference.b))
-
-
-def format_element_share(count: int, total: int) -> str:
-    """Return `count` of `total` as text: a number below 1000, else a percentage, or "all"."""
-    if count == total:
-        return "all"
-    return f"{count:,}" if count < 1000 else f"{min(100 * count / total, 99.9):.3g}%"
-
-
-def list_renames(result: Diff, *, every: bool) -> list[str]:
-    """Return the renames as lines, folded into as few rules as possible unless `every`."""
-    from ckptkit.layout.renames import explain_renames
-
-    if every or not result.renamed:
-        return [f"{old} => {new}" for old, new in result.renamed.items()]
-    return [with_repeat_count(f"{line.old} => {line.new}", line.count) for line in explain_renames(result.renamed)]
 
 
 def fold_layer_names(names: Sequence[str]) -> list[str]:

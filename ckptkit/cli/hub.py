@@ -29,8 +29,6 @@ from ckptkit.settings import Setting
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.hub.cp import CopiedFiles
-    from ckptkit.hub.pull import Pulled
     from ckptkit.hub.push import Pushed
 
 
@@ -85,16 +83,11 @@ def push(
 
     src = join_also_directories(src, also)
     done = run(src, repository, yes=yes, **given_settings(options), bars=progress_bar)
-    if json:
-        print_json(push_json(done))
-    else:
+    if not json:
         report_push(src, done)
-
-
-def push_json(done: Pushed) -> dict[str, Any]:
-    """Return the result under the keys that scripts rely on."""
+        return
     names = ("source", "revision", "url", "format", "removed", "left_out", "nbytes", "commit", "seconds", "notes")
-    return {
+    result = {
         **pick(done, *names),
         "repository": done.repo_id,
         "new": done.is_new,
@@ -104,6 +97,7 @@ def push_json(done: Pushed) -> dict[str, Any]:
         "pushed": done.is_done,
         "unchanged": sorted(done.unchanged),
     }
+    print_json(result)
 
 
 def report_push(src: Path, done: Pushed) -> None:
@@ -130,21 +124,16 @@ def report_push(src: Path, done: Pushed) -> None:
 
 def rows(done: Pushed) -> Iterator[tuple[str, ...]]:
     """Yield the rows of the table of files: those to push, to remove from the Hub, and to leave here."""
-    yield from without_middle(
-        [(f"  {name}", format_bytes(nbytes), verdict(done, name)) for name, nbytes in done.files.items()]
-    )
+    pushed = []
+    for name, nbytes in done.files.items():
+        is_made = done.has_card and name == "README.md"
+        verdict = f"{'pushed' if done.is_done else 'push'}{': a model card that ckptkit made' if is_made else ''}"
+        pushed.append((f"  {name}", format_bytes(nbytes), "unchanged" if name in done.unchanged else verdict))
+    yield from without_middle(pushed)
     for name in done.removed:
         yield f"  {name}", "", f"{'removed' if done.is_done else 'remove'}: of an earlier checkpoint"
     for name, reason in done.left_out.items():
         yield f"  {name}", "", f"left out: {reason}"
-
-
-def verdict(done: Pushed, name: str) -> str:
-    """Return the cell that says what push does with a file."""
-    if name in done.unchanged:
-        return "unchanged"
-    is_made = done.has_card and name == "README.md"
-    return f"{'pushed' if done.is_done else 'push'}{': a model card that ckptkit made' if is_made else ''}"
 
 
 @with_options(_PULL_OPTIONS)
@@ -175,12 +164,7 @@ def pull(
         names = ("revision", "commit", "output", "format", "nbytes", "fetched_bytes", "seconds")
         files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
         print_json({"repository": done.repo_id, "files": files, **pick(done, *names)})
-    else:
-        report_pull(done)
-
-
-def report_pull(done: Pulled) -> None:
-    """Print the result for a reader."""
+        return
     print_text_line(f"pulled {done.repo_id}, {done.revision} at {done.commit[:8]}, into {done.output}")
     print_files(done.files)
     before = done.nbytes - done.fetched_bytes
@@ -223,20 +207,11 @@ def cp(
         chosen = given_settings(options) | dry_run_option(dst, yes=yes)
         done = with_hub_note(run(src, dst, **chosen, progress=progress), yes=yes)
     if json:
-        print_json(cp_json(done))
-    else:
-        report_cp(src, done)
-
-
-def cp_json(done: CopiedFiles) -> dict[str, Any]:
-    names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
-    files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
-    left_behind = [pick(entry, "path", "why") for entry in done.left_behind]
-    return {"files": files, "left_behind": left_behind, **pick(done, *names, "notes", "dry_run")}
-
-
-def report_cp(src: Path, done: CopiedFiles) -> None:
-    """Print the result for a reader."""
+        names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
+        files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
+        left_behind = [pick(entry, "path", "why") for entry in done.left_behind]
+        print_json({"files": files, "left_behind": left_behind, **pick(done, *names, "notes", "dry_run")})
+        return
     print_used_checkpoint(src, done.source)
     first, *others = done.summary()
     print_text_line(first)

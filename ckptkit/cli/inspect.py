@@ -24,8 +24,7 @@ from ckptkit.words import count, count_parameters, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.adapters.find import InspectedAdapter
-    from ckptkit.checks.inspect import Group, Inspected
-    from ckptkit.layout import StoredTensor
+    from ckptkit.checks.inspect import Inspected
     from ckptkit.state.quantized.find import InspectedQuantized
 
 _MOST_KEYS = 8
@@ -83,7 +82,13 @@ def inspect(
         ]
         print_table(rows, ("tensor", "start", "size", "file", "offset"))
     elif tree:
-        print_table(tree_rows(inspected), ("bytes", "tensors", "module or tensor"))
+        from ckptkit.checks.tree import folded_tree_lines
+
+        rows = [
+            (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")
+            for line in folded_tree_lines(inspected.layout.specs)
+        ]
+        print_table(rows, ("bytes", "tensors", "module or tensor"))
     elif tensors:
         rows = [
             (format_bytes(t.spec.nbytes), len(t.chunks), t.spec.dtype.name, list(t.spec.shape), name)
@@ -98,6 +103,12 @@ def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     names = ("step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest")
     adapter_names = ("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes")
     quantized_names = ("method", "weights", "parameters", "sizes", "refusal")
+    tensors = []
+    for name, tensor in layout.tensors.items():
+        listed = {"name": name, "dtype": tensor.spec.dtype.name, **pick(tensor.spec, "shape", "nbytes")}
+        if with_chunks:
+            listed["chunks"] = [{"file": one.path, **pick(one, "start", "size", "offset")} for one in tensor.chunks]
+        tensors.append(listed)
     return {
         **pick(layout, "format", "root", "nbytes"),
         "checkpoint": inspected.whole,
@@ -110,17 +121,9 @@ def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
             kind: {**pick(group, "entries", "nbytes"), "dtypes": group.bytes_by_dtype}
             for kind, group in inspected.groups.items()
         },
-        "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
+        "tensors": tensors,
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
     }
-
-
-def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
-    spec = tensor.spec
-    result: dict[str, Any] = {"name": name, "dtype": spec.dtype.name, **pick(spec, "shape", "nbytes")}
-    if with_chunks:
-        result["chunks"] = [{"file": chunk.path, **pick(chunk, "start", "size", "offset")} for chunk in tensor.chunks]
-    return result
 
 
 def report(inspected: Inspected, asked: Path) -> None:
@@ -128,10 +131,13 @@ def report(inspected: Inspected, asked: Path) -> None:
     print_used_checkpoint(asked, inspected.whole)
     for line in inspected.summary():
         print_text_line(line)
-    rows = [
-        ("other" if kind == "rest" else kind, group.entries, format_bytes(group.nbytes), *describe_dtypes(group))
-        for kind, group in inspected.groups.items()
-    ]
+    rows = []
+    for kind, group in inspected.groups.items():
+        total = sum(group.bytes_by_dtype.values()) or 1
+        shares = [f"{name} {format_percentage(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
+        dtypes = ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype)
+        name, keys = "other" if kind == "rest" else kind, first_of(group.under, _MOST_KEYS)
+        rows.append((name, group.entries, format_bytes(group.nbytes), dtypes, keys))
     print_table(rows, ("", "entries", "size", "dtypes", "keys"))
     if inspected.optimizer_keys == "ids":
         print_text_line("the optimizer's keys are parameter indices, not names")
@@ -177,25 +183,8 @@ def quantized_line(quantized: InspectedQuantized) -> str:
     return f"quantized: {quantized.method}, {weights}; --dtype bf16 dequantizes them"
 
 
-def describe_dtypes(group: Group) -> tuple[str, str]:
-    """Return the dtypes of a group, with percentages if there are several, and the keys that contain it."""
-    total = sum(group.bytes_by_dtype.values()) or 1
-    shares = [f"{name} {format_percentage(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
-    return ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype), first_of(group.under, _MOST_KEYS)
-
-
 def format_percentage(fraction: float) -> str:
     """Return a fraction as a percentage that is never rounded to 0% or 100%."""
     if 0 < fraction < 0.01:
         return "<1%"
     return ">99%" if 0.99 < fraction < 1 else f"{fraction:.0%}"
-
-
-def tree_rows(inspected: Inspected) -> list[tuple[object, ...]]:
-    """Return a row per module or tensor; similar modules share a row."""
-    from ckptkit.checks.tree import folded_tree_lines
-
-    return [
-        (format_bytes(line.nbytes), line.tensors, f"{'  ' * line.depth}{line.label}  {line.spec or ''}")
-        for line in folded_tree_lines(inspected.layout.specs)
-    ]

@@ -78,8 +78,12 @@ def to_json(listing: Listing) -> dict[str, Any]:
 
 def report(listing: Listing, run: Path) -> None:
     """Print the table, and hints about the next commands."""
-    fixed = [table_row(checkpoint) for checkpoint in listing.checkpoints]
-    marks = [mark_labels(checkpoint, is_latest=checkpoint.path == listing.latest) for checkpoint in listing.checkpoints]
+    fixed, marks = [], []
+    for checkpoint in listing.checkpoints:
+        fixed.append(table_row(checkpoint))
+        labels = ["latest"] if checkpoint.path == listing.latest else []
+        labels += ["pinned"] if checkpoint.is_pinned else []
+        marks.append(", ".join([*labels, *(f"`{name}`" for name in checkpoint.named_by)]))
     header = ["checkpoint", "age", "ranks", "size", "state"]
     shown, hidden = choose_metrics(listing.checkpoints, [header, *fixed], marks)
     rows = []
@@ -117,29 +121,23 @@ def print_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
 
 
 def table_row(checkpoint: Listed) -> list[str]:
-    """Return the cells of a checkpoint for the columns that every table has."""
+    """Return the cells of a checkpoint for the columns that every table has.
+
+    The last is its state: complete, its problem, or an unfinished upload or deletion.
+    """
+    state = "weights only" if checkpoint.is_weights_only and checkpoint.is_complete else "complete"
+    if checkpoint.claim is None:
+        state = checkpoint.problem or state
+    else:
+        claim = checkpoint.claim.describe()
+        state = f"{state}; {claim}" if checkpoint.is_complete else claim
     return [
         checkpoint.name,
         format_age(time.time() - checkpoint.saved_at) if checkpoint.saved_at else "",
         "" if checkpoint.world_size is None else str(checkpoint.world_size),
         format_bytes(checkpoint.nbytes),
-        state_label(checkpoint),
+        state,
     ]
-
-
-def state_label(checkpoint: Listed) -> str:
-    """Return the state of a checkpoint as text: complete, its problem, or an unfinished upload or deletion."""
-    state = "weights only" if checkpoint.is_weights_only and checkpoint.is_complete else "complete"
-    if checkpoint.claim is None:
-        return checkpoint.problem or state
-    return f"{state}; {checkpoint.claim.describe()}" if checkpoint.is_complete else checkpoint.claim.describe()
-
-
-def mark_labels(checkpoint: Listed, *, is_latest: bool) -> str:
-    """Return the marks of a checkpoint as text: latest, pinned, and tracker files that name it."""
-    marks = ["latest"] if is_latest else []
-    marks += ["pinned"] if checkpoint.is_pinned else []
-    return ", ".join([*marks, *(f"`{name}`" for name in checkpoint.named_by)])
 
 
 def choose_metrics(

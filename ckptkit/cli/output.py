@@ -124,13 +124,6 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
         typer.echo(as_printable(f"hint: {error.hint}"), err=True)
 
 
-def print_problem(problem: CkptError) -> None:
-    """Print a problem that a check found, in at most two lines, even with --quiet."""
-    typer.echo(as_printable(f"problem: {problem.line}"))
-    if problem.hint:
-        typer.echo(as_printable(f"  hint: {problem.hint}"))
-
-
 def print_table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> None:
     """Print a table. On a narrow terminal, wide cells wrap onto further lines."""
     cells = [[as_printable(str(cell)) for cell in row] for row in (header, *rows)]

@@ -94,7 +94,7 @@ def prune(
             if value:
                 message = f"--uploads cannot be combined with {option_name(name)}"
                 raise Usage(message, hint="run the two one after the other")
-        print_pruned_uploads(run, parse_age(older or _WEEK), yes=yes, json=json)
+        print_pruned_uploads(run, older or _WEEK, yes=yes, json=json)
         return
     if older is not None:
         raise Usage("--older works only with --uploads", hint="use --keep-last N to delete old checkpoints")
@@ -109,20 +109,14 @@ def prune(
         report(done)
 
 
-def parse_age(text: str) -> float:
-    """Return a duration such as `7d`, `12h`, `30m` or `90s` in seconds. Raises `Usage`."""
-    number, unit = text[:-1], _UNITS.get(text[-1:])
+def print_pruned_uploads(run: Path, age: str, *, yes: bool, json: bool) -> None:
+    """Print the unfinished uploads, and with `yes` abort those idle for an age such as `7d`, `12h`, `30m` or `90s`."""
     try:
-        seconds = float(number) * (unit or math.nan)
+        older = float(age[:-1]) * _UNITS.get(age[-1:], math.nan)
     except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise Usage(f"expected a time, found `{text}`", hint="write it like 7d, 12h, 30m or 90s")
-    return seconds
-
-
-def print_pruned_uploads(run: Path, older: float, *, yes: bool, json: bool) -> None:
-    """Print the unfinished uploads, and with `yes` abort the stale ones."""
+        older = math.nan
+    if not 0 <= older < math.inf:
+        raise Usage(f"expected a time, found `{age}`", hint="write it like 7d, 12h, 30m or 90s")
     from ckptkit.runs.uploads import prune_uploads as run_it
 
     done = run_it(run, older=older, yes=yes)

@@ -54,24 +54,21 @@ def print_shard_map(layout: Layout) -> None:
 
 
 def print_owner_table(shards: ShardMap) -> None:
-    """Print the bytes of each rank or file."""
-    drawn = list(owner_bars(shards, _WIDTH))
-    print_table([bar_row(bar, shards.by) for bar in drawn], (shards.by, "bytes", "", *["file"] * (shards.by == "file")))
+    """Print the bytes of each rank or file, or of several consecutive ones."""
+    rows: list[tuple[object, ...]] = []
+    for bar in owner_bars(shards, _WIDTH):
+        is_one = bar.first is bar.last
+        marks = bar.first.mark if is_one else f"{bar.first.mark}-{bar.last.mark}"
+        low, high = format_bytes(bar.least), format_bytes(bar.most)
+        size = high if low == high else f"{low} to {high}"
+        name = (bar.first.name if is_one else f"{bar.first.name} to {bar.last.name}",) if shards.by == "file" else ()
+        rows.append((marks, size if is_one else f"{size} each", bar.bar, *name))
+    print_table(rows, (shards.by, "bytes", "", *["file"] * (shards.by == "file")))
     if len(shards.owners) > 1:
         fullest = max(shards.owners, key=lambda owner: owner.nbytes)
         times = fullest.nbytes / shards.mean if shards.mean else 1.0
         what = f"{count(len(shards.owners), shards.by)}, {format_bytes(shards.mean)} each on average"
         print_text_line(f"{what}; {shards.by} {fullest.mark} has the most, {times:.2f} times the average")
-
-
-def bar_row(bar: Bar, by: str) -> tuple[object, ...]:
-    """Return the table row of an owner, or of several consecutive owners."""
-    is_one = bar.first is bar.last
-    marks = bar.first.mark if is_one else f"{bar.first.mark}-{bar.last.mark}"
-    low, high = format_bytes(bar.least), format_bytes(bar.most)
-    size = high if low == high else f"{low} to {high}"
-    name = (bar.first.name if is_one else f"{bar.first.name} to {bar.last.name}",) if by == "file" else ()
-    return marks, size if is_one else f"{size} each", bar.bar, *name
 
 
 def tensor_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
@@ -129,41 +126,34 @@ def draw_tensor_lines(row: Row, owners: Sequence[Owner], width: int) -> list[Lin
     levels = [(a + b) / 2 for a, b in zip(heights, bounds[1:], strict=True)]
     if len(levels) > _TALLEST:
         levels = [(i + 0.5) / _TALLEST for i in range(_TALLEST)]
-    return [draw_line(rectangles_at(row, level), owners, width) for level in levels]
-
-
-def rectangles_at(row: Row, level: float) -> list[tuple[Rectangle, int]]:
-    """Return the rectangles at height `level`, left to right, with their owners. Joins neighbors of the same owner."""
-    crossed = [
-        (rectangle, shard.owner)
-        for rectangle, shard in zip(row.cut.rectangles, row.shards, strict=True)
-        if rectangle.top <= level < rectangle.bottom
-    ]
-    crossed.sort(key=lambda pair: pair[0].left)
-    joined = [list(group) for _, group in groupby(crossed, key=lambda pair: pair[1])]
-    return [(Rectangle(group[0][0].left, group[-1][0].right), group[0][1]) for group in joined]
+    lines = []
+    for level in levels:  # the rectangles at this height, left to right; neighbors of the same owner are joined
+        crossed = [
+            (rectangle, shard.owner)
+            for rectangle, shard in zip(rectangles, row.shards, strict=True)
+            if rectangle.top <= level < rectangle.bottom
+        ]
+        crossed.sort(key=lambda pair: pair[0].left)
+        joined = [list(group) for _, group in groupby(crossed, key=lambda pair: pair[1])]
+        parts = [(Rectangle(group[0][0].left, group[-1][0].right), group[0][1]) for group in joined]
+        lines.append(draw_line(parts, owners, width))
+    return lines
 
 
 def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
     """Return a line with the shards side by side, each with its owner's mark; see `draw_samples` for many shards."""
     if len(parts) * _NARROWEST > width:
         return draw_samples(parts, owners, width)
-    ends = end_columns([part.right for part, _ in parts], width)
+    ends: list[int] = []
+    for i, (part, _) in enumerate(parts):  # each part gets at least one column
+        least, most = (ends[-1] if ends else 0) + 1, width - (len(parts) - 1 - i)
+        ends.append(min(max(round(part.right * width), least), most))
     runs = []
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         owner = parts[i][1]
         mark = owners[owner].mark
         runs.append(TextSpan((mark if len(mark) <= end - start else "").ljust(end - start, _FILLS[i % 2]), owner))
     return tuple(runs)
-
-
-def end_columns(fractions: Sequence[float], width: int) -> list[int]:
-    """Return the end columns of parts that end at these fractions of the width. Each part gets at least one column."""
-    ends: list[int] = []
-    for i, fraction in enumerate(fractions):
-        least, most = (ends[-1] if ends else 0) + 1, width - (len(fractions) - 1 - i)
-        ends.append(min(max(round(fraction * width), least), most))
-    return ends
 
 
 def draw_samples(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:

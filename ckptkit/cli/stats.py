@@ -69,19 +69,15 @@ def stats(
     with progress_bar("statistics") as progress:
         result = look(path, **chosen, progress=progress)
     if json:
-        print_json(to_json(result))
+        counted = [
+            {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": tensor.spec.shape}
+            | count_json(tensor)
+            | {"in_total": tensor.in_total}
+            for tensor in result.tensors
+        ]
+        print_json({**pick(result, "path", "format"), "total": count_json(result.total), "tensors": counted})
     else:
         report(path, result, each=tensors)
-
-
-def to_json(result: Stats) -> dict[str, Any]:
-    tensors = [
-        {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": tensor.spec.shape}
-        | count_json(tensor)
-        | {"in_total": tensor.in_total}
-        for tensor in result.tensors
-    ]
-    return {**pick(result, "path", "format"), "total": count_json(result.total), "tensors": tensors}
 
 
 def count_json(counted: Count) -> dict[str, Any]:
@@ -157,9 +153,15 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     for text in result.notes:
         print_note(f"note: {text}")
     kinds = result.by_kind
-    print_table(
-        [movement_row(movement) for movement in kinds[:top]], ("change", "max", "cosine", "equal", "most", "parameter")
-    )
+    rows = []
+    for movement in kinds[:top]:
+        distance = movement.distance
+        strange = f", {distance.strange:,} NaN/Inf" if distance.strange else ""
+        layers = ".".join(word for word in movement.peak.split(".") if word.isdecimal()) if movement.tensors > 1 else ""
+        sizes = f"{movement.change:.3g}", f"{distance.max_abs:.3g}{strange}", format_cosine(movement)
+        name = with_repeat_count(movement.name, movement.tensors)
+        rows.append((*sizes, per_cent(movement.equal), layers, name))
+    print_table(rows, ("change", "max", "cosine", "equal", "most", "parameter"))
     if len(kinds) > top:
         print_text_line(f"... {len(kinds) - top:,} more that changed less: --top {len(kinds)} lists them")
     total = result.whole
@@ -167,20 +169,6 @@ def report_movement(a: Path, b: Path, *, top: int, jobs: int | None, json: bool)
     print_text_line(
         f"all of {count(total.tensors, 'tensor')} together: change {total.change:.3g}{angle}, "
         f"{per_cent(total.equal)} equal"
-    )
-
-
-def movement_row(movement: Movement) -> tuple[str, ...]:
-    """Return a row of the table."""
-    distance = movement.distance
-    layers = ".".join(word for word in movement.peak.split(".") if word.isdecimal())
-    return (
-        f"{movement.change:.3g}",
-        f"{distance.max_abs:.3g}" + (f", {distance.strange:,} NaN/Inf" if distance.strange else ""),
-        format_cosine(movement),
-        per_cent(movement.equal),
-        layers if movement.tensors > 1 else "",
-        with_repeat_count(movement.name, movement.tensors),
     )
 
 

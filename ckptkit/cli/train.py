@@ -16,7 +16,7 @@ from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.entry_points import import_object
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_local_path, to_path
-from ckptkit.settings import Setting, settings_of
+from ckptkit.settings import settings_of
 from ckptkit.training.config import (
     SETTINGS,
     Device,
@@ -141,16 +141,13 @@ class TrainPrinter:
             print_note(f"saved {message.checkpoint}")
 
 
-def script_settings() -> dict[str, Setting]:
-    """Return the options of every plugin that `smoke` can check a script with."""
-    return {
-        name: setting
-        for known in SCRIPTS.values()
-        for name, setting in settings_of(import_object(known.options)).items()
-    }
+# the options of every plugin that `smoke` can check a script with
+_SCRIPT_OPTIONS = {
+    name: setting for known in SCRIPTS.values() for name, setting in settings_of(import_object(known.options)).items()
+}
 
 
-@with_options(script_settings(), over_a_file=True)
+@with_options(_SCRIPT_OPTIONS, over_a_file=True)
 def smoke(
     run: Annotated[Path, typer.Option(parser=to_local_path, metavar="DIR", help="Where to write the run.")] = Path(
         "run"

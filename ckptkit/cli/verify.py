@@ -12,10 +12,10 @@ from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.cli.conversion import Jobs, shared_options
 from ckptkit.cli.output import (
     Json,
+    as_printable,
     pick,
     print_json,
     print_note,
-    print_problem,
     print_table,
     print_text_line,
     progress_bar,
@@ -182,8 +182,10 @@ def report(verified: Sequence[Verified], deltas: Collection[Path], *, fast: bool
             print_note(f"note: {part.path}: {text}")
         for text in describe_not_copied(part.left_behind, "not checked"):
             print_note(f"note: {part.left_behind[0].root}: {text}")
-        for problem in part.problems:
-            print_problem(problem)
+        for problem in part.problems:  # even with --quiet
+            typer.echo(as_printable(f"problem: {problem.line}"))
+            if problem.hint:
+                typer.echo(as_printable(f"  hint: {problem.hint}"))
     if fast and not all(part.proved_files for part in verified):
         print_note("only the structure was checked: drop --fast to read every byte")
     elif any(part.unchecked_bytes and not part.has_manifest and part.path not in deltas for part in verified):

@@ -163,7 +163,12 @@ def draw_shard_rectangles(
     across = columns.right - columns.left
     for at in range(0, len(pairs), together):
         group = pairs[at : at + together]
-        area = enclosing_rectangle([rectangle for rectangle, _ in group])
+        area = Rectangle(
+            min(rectangle.left for rectangle, _ in group),
+            max(rectangle.right for rectangle, _ in group),
+            min(rectangle.top for rectangle, _ in group),
+            max(rectangle.bottom for rectangle, _ in group),
+        )
         x, y = columns.left + area.left * across, top + 2 + area.top * (height - 4)
         width, tall = (area.right - area.left) * across, (area.bottom - area.top) * (height - 4)
         owner = group[0][1].owner
@@ -173,16 +178,6 @@ def draw_shard_rectangles(
         mark = shards.owners[owner].mark
         if len(group) == 1 and width > 8 * len(mark) + 6 and tall > 13:
             yield element("text", mark, x=x + 5, y=y + tall / 2 + 4, class_="on")
-
-
-def enclosing_rectangle(rectangles: Sequence[Rectangle]) -> Rectangle:
-    """Return the smallest rectangle that contains all rectangles."""
-    return Rectangle(
-        min(rectangle.left for rectangle in rectangles),
-        max(rectangle.right for rectangle in rectangles),
-        min(rectangle.top for rectangle in rectangles),
-        max(rectangle.bottom for rectangle in rectangles),
-    )
 
 
 def describe_rectangle(row: Row, shards: ShardMap, group: Sequence[DrawnShard]) -> str:

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import PurePath
 
 from ckptkit.formats import get_format
-from ckptkit.layout import Layout, Spec, StoredTensor
+from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Box, Shape
 from ckptkit.words import format_number_ranges
 
@@ -142,8 +142,13 @@ class ShardMap:
     @staticmethod
     def rows_by_prefix(rows: Sequence[Row]) -> list[tuple[str, tuple[Row, ...]]]:
         """Return the rows grouped by the first component of their names, each group with its common prefix."""
-        groups = [tuple(group) for _, group in groupby(rows, key=lambda row: row.label.partition(".")[0])]
-        return [(common_name_prefix([row.label for row in group]), group) for group in groups]
+        groups = []
+        for _, members in groupby(rows, key=lambda row: row.label.partition(".")[0]):
+            group = tuple(members)
+            modules = [row.label.split(".")[:-1] for row in group]
+            common = common_leading_words(modules) if len(group) > 1 else []
+            groups.append(("".join(f"{module}." for module in common), group))
+        return groups
 
     def split_off_largest_rows(self, count: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         """Return the `count` rows with the most bytes, in their original order, and the other rows."""
@@ -192,19 +197,20 @@ def fold_rows(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
     alike: dict[object, list[str]] = {}
     shards: dict[object, tuple[DrawnShard, ...]] = {}
     for name, tensor in layout.tensors.items():
-        cuts = tuple(shards_of(tensor, owner_of))
-        key = (*numbered_module_and_depth(name), tensor.spec, tuple((shard.owner, shard.box) for shard in cuts))
+        cuts = tuple(
+            DrawnShard(owner_of(chunk.path), chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
+            for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start)
+            if chunk.box.numel
+        )
+        # the innermost numbered module, with numbers replaced by 0, or else the tensor's module
+        *steps, _ = name.split(".")
+        last = max((i for i, step in enumerate(steps) if is_numeric_component(step)), default=len(steps) - 1)
+        module = ".".join("0" if is_numeric_component(step) else step for step in steps[: last + 1])
+        key = (module, len(steps), tensor.spec, tuple((shard.owner, shard.box) for shard in cuts))
         alike.setdefault(key, []).append(name)
         shards.setdefault(key, cuts)
     for same, names in alike.items():
         yield Row(merged_label(names), len(names), layout.tensors[names[0]].spec, shards[same])
-
-
-def numbered_module_and_depth(name: str) -> tuple[str, int]:
-    """Return the innermost numbered module of a tensor with numbers replaced by 0, or its module; and its depth."""
-    *steps, _ = name.split(".")
-    last = max((i for i, step in enumerate(steps) if is_numeric_component(step)), default=len(steps) - 1)
-    return ".".join("0" if is_numeric_component(step) else step for step in steps[: last + 1]), len(steps)
 
 
 def is_numeric_component(component: str) -> bool:
@@ -212,39 +218,24 @@ def is_numeric_component(component: str) -> bool:
     return component.isascii() and component.isdecimal() and len(component) < 10
 
 
-def shards_of(tensor: StoredTensor, owner_of: Callable[[str], int]) -> Iterator[DrawnShard]:
-    """Yield the non-empty shards of a tensor, in the order of their elements."""
-    for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start):
-        if chunk.box.numel:
-            yield DrawnShard(owner_of(chunk.path), chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
-
-
 def merged_label(names: Sequence[str]) -> str:
     """Return one label for names with equally many components: `layers.0-31.self_attn.{q_proj,o_proj}.weight`."""
     return ".".join(map(merge_name_components, zip(*(name.split(".") for name in names), strict=True)))
 
 
-def common_name_prefix(labels: Sequence[str]) -> str:
-    """Return the common prefix of several names, up to a dot; "" for a single name."""
-    if len(labels) == 1:
-        return ""
-    return "".join(f"{step}." for step in common_leading_words([label.split(".")[:-1] for label in labels]))
-
-
 def merge_name_components(components: Sequence[str]) -> str:
-    """Return one component for the same component of several names: ranges of numbers, or up to three words."""
+    """Return one component for the same component of several names: ranges of numbers, or up to three words.
+
+    Common parts of words are written once: `{gate,up}_proj`, `exp_avg{,_sq}`.
+    """
     words = list(dict.fromkeys(components))
     if len(words) == 1:
         return words[0]
     if all(map(is_numeric_component, words)):
         return format_ranges(set(map(int, words)))
-    return join_with_braces([word.split("_") for word in words])
-
-
-def join_with_braces(words: Sequence[list[str]]) -> str:
-    """Return several words as one, with common parts written once: `{gate,up}_proj`, `exp_avg{,_sq}`."""
-    head = common_leading_words(words)
-    rests = [word[len(head) :] for word in words]
+    parts = [word.split("_") for word in words]
+    head = common_leading_words(parts)
+    rests = [part[len(head) :] for part in parts]
     tail = common_leading_words([rest[::-1] for rest in rests])[::-1]
     middles = ["_".join(rest[: len(rest) - len(tail)]) for rest in rests]
     if "" in middles:
