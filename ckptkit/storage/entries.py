@@ -101,7 +101,19 @@ def entry_as_torch_save(layout: Layout, name: str) -> BytesIO:
     path = layout.root / blob.path
     written = BytesIO()
     with errors_at(path=path, tensor=name):
-        torch.save(load_safely(archive_bytes_of(blob, path)), written)
+        data = archive_bytes_of(blob, path)
+        try:
+            with only_safe_globals():
+                value = torch.load(BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise Unsupported(
+                "the entry holds more than plain values: torch would run code of the checkpoint's to load it",
+                hint="if you trust its producer, name the class to `torch.serialization.add_safe_globals`",
+            ) from error
+        except (RuntimeError, EOFError, TypeError, ValueError, LookupError, AttributeError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise Corrupt(f"torch cannot load the entry: {reason}") from error
+        torch.save(value, written)
     written.seek(0)
     return written
 
@@ -119,20 +131,6 @@ def archive_bytes_of(blob: Blob, path: Path) -> bytes:
     return data
 
 
-def load_safely(data: bytes) -> Any:
-    """Return the value in an archive, if it consists of plain values, bytes, containers, tensors and numpy numbers."""
-    try:
-        with only_safe_globals():
-            return torch.load(BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise Unsupported(
-            "the entry holds more than plain values: torch would run code of the checkpoint's to load it",
-            hint="if you trust its producer, name the class to `torch.serialization.add_safe_globals`",
-        ) from error
-    except (RuntimeError, EOFError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise Corrupt(f"torch cannot load the entry: {(str(error) or type(error).__name__).splitlines()[0]}") from error
-
-
 @contextmanager
 def only_safe_globals() -> Iterator[None]:
     """Make torch admit `io.BytesIO` (it runs no code), our functions instead of numpy's, and what users have named.
@@ -143,19 +141,15 @@ def only_safe_globals() -> Iterator[None]:
     with _globals_lock:
         admitted = get_safe_globals()
         clear_safe_globals()
-        add_safe_globals([*(one for one in admitted if not is_numpy_replacement(one)), BytesIO, *STAND_INS])
+        kept = []
+        for one in admitted:
+            value, name = one if isinstance(one, tuple) else (one, f"{one.__module__}.{one.__qualname__}")
+            is_numpy = str(getattr(value, "__module__", "")).partition(".")[0] == "numpy"
+            if not is_numpy and name not in _REPLACED:
+                kept.append(one)
+        add_safe_globals([*kept, BytesIO, *STAND_INS])
         try:
             yield
         finally:
             clear_safe_globals()
             add_safe_globals(admitted)
-
-
-def is_numpy_replacement(global_object: Any) -> bool:
-    """Return whether a function or class that torch admits is numpy's, or has the name of a function here."""
-    value, name = (
-        global_object
-        if isinstance(global_object, tuple)
-        else (global_object, f"{global_object.__module__}.{global_object.__qualname__}")
-    )
-    return name in _REPLACED or str(getattr(value, "__module__", "")).partition(".")[0] == "numpy"

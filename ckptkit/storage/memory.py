@@ -53,8 +53,3 @@ def read_row_major(view: Tensor, buffer: Tensor) -> memoryview:
     copied = buffer[: view.nbytes].view(view.dtype).view(view.shape)
     copied.copy_(view)
     return memory_of_tensor(copied)
-
-
-def write_from_buffer(view: Tensor, buffer: Tensor) -> None:
-    """Copy row-major elements from `buffer` into a view."""
-    view.copy_(buffer[: view.nbytes].view(view.dtype).view(view.shape))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from pickle import PicklingError
 from typing import Any, TypeVar
@@ -17,9 +16,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsupported
-from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, check_chunks_tile
+from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor, check_chunks_tile
 from ckptkit.layout.box import Box
-from ckptkit.layout.dtypes import DType
 from ckptkit.storage.memory import require_known_dtype
 
 T = TypeVar("T")
@@ -116,13 +114,6 @@ def spec_and_box_of_item(item: WriteItem) -> tuple[Spec, Box]:
     return spec, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
 
 
-def with_tied_key_paths(planned: Layout, tied: Mapping[KeyPath, str]) -> Layout:
-    """Return the layout with additional key paths for some of its tensors."""
-    ways = {".".join(map(str, way)): way for way in tied}
-    tensors = {name: planned.tensors[tied[way]] for name, way in ways.items()}
-    return replace(planned, tensors={**planned.tensors, **tensors}, keys={**planned.keys, **ways})
-
-
 def split_items(items: Iterable[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
     """Return the items of tensors, and those of non-tensor entries."""
     tensors: list[WriteItem] = []
@@ -156,7 +147,7 @@ def completed_future(result: T) -> Future[T]:
 
 
 def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
-    """Return the data of a tensor item in the planned dtype, on any device.
+    """Return the data of a tensor item in the planned dtype, on any device. Converts a float if that loses nothing.
 
     Raises `Unsupported` for a tensor without plain dense data, `Mismatch` for another shape or dtype than planned.
     """
@@ -167,7 +158,15 @@ def resolve_tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
     spec, box = spec_and_box_of_item(item)
     if tuple(tensor.shape) != box.size:
         raise Mismatch(f"expected {list(box.size)} as in the plan, found {list(tensor.shape)}", tensor=name)
-    return cast_without_loss(tensor.detach().resolve_conj().resolve_neg(), spec.dtype, name)
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    actual, dtype = require_known_dtype(tensor.dtype, name), getattr(torch, spec.dtype.name)
+    if actual == spec.dtype:
+        return tensor
+    if actual.is_castable_to(spec.dtype) and torch.promote_types(tensor.dtype, dtype) == dtype:  # loses nothing
+        return tensor.to(dtype)
+    # the files have no room for its values
+    hint = "let the planner set the dtype in `create_local_plan` as well as in `resolve_data`"
+    raise Mismatch(f"expected dtype {spec.dtype} (the plan's), found {actual}", tensor=name, hint=hint)
 
 
 def resolve_entry(item: WriteItem, planner: SavePlanner) -> memoryview:
@@ -178,18 +177,3 @@ def resolve_entry(item: WriteItem, planner: SavePlanner) -> memoryview:
         raise Unsupported(f"entry `{item.index.fqn}` cannot be saved: {error}") from error
     assert not isinstance(data, Tensor)
     return data.getbuffer()
-
-
-def cast_without_loss(tensor: Tensor, planned: DType, name: str) -> Tensor:
-    """Return a tensor in the planned dtype; a float is converted if that loses nothing.
-
-    Raises `Mismatch` for any other dtype: the files have no room for its values.
-    """
-    actual = require_known_dtype(tensor.dtype, name)
-    if actual == planned:
-        return tensor
-    dtype: torch.dtype = getattr(torch, planned.name)
-    if actual.is_castable_to(planned) and torch.promote_types(tensor.dtype, dtype) == dtype:
-        return tensor.to(dtype)
-    hint = "let the planner set the dtype in `create_local_plan` as well as in `resolve_data`"
-    raise Mismatch(f"expected dtype {planned} (the plan's), found {actual}", tensor=name, hint=hint)

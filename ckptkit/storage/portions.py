@@ -60,7 +60,14 @@ class Portion:
         writer = get_writer(self.format)
         blobs = self._embed_entries(writer, options, results)
         written_layout = locate_all_chunks(read_output_layout(writer, self.root, self.planned.tensors))
-        checksums = chunk_checksums(written_layout, results)
+        sums: dict[FileOffset, int] = {}  # of every chunk, from the contributions of all results
+        for result in results:
+            if not isinstance(result.storage_data, Blob):
+                for place, part in result.storage_data.items():
+                    sums[place] = sums.get(place, 0) ^ part
+        stored = (chunk for tensor in written_layout.tensors.values() for chunk in tensor.chunks if chunk.box.numel)
+        chunks = {(chunk.path, chunk.offset): chunk for chunk in stored}
+        checksums = {place: crc32_from_contributions(sums[place], chunk.length) for place, chunk in chunks.items()}
         finalize_files(writer, written_layout, checksums)
         write_manifest(written_layout, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
 
@@ -118,14 +125,3 @@ def split_model_from_training(planned: Layout, to: str) -> tuple[Portion, ...]:
         Portion("", to, model, weights),
         Portion(TRAINING, _TRAINING_FORMAT, beside, {name: name for name in beside.names}),
     )
-
-
-def chunk_checksums(layout: Layout, results: Iterable[WriteResult]) -> dict[FileOffset, int]:
-    """Return the CRC-32 of every chunk with bytes, from the contributions of all results."""
-    sums: dict[FileOffset, int] = {}
-    for result in results:
-        if not isinstance(result.storage_data, Blob):
-            for place, part in result.storage_data.items():
-                sums[place] = sums.get(place, 0) ^ part
-    chunks = {(c.path, c.offset): c for tensor in layout.tensors.values() for c in tensor.chunks if c.box.numel}
-    return {place: crc32_from_contributions(sums[place], chunk.length) for place, chunk in chunks.items()}

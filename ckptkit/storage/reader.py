@@ -50,7 +50,6 @@ from ckptkit.storage.memory import (
     memory_of_tensor,
     require_known_dtype,
     view_of_box,
-    write_from_buffer,
 )
 from ckptkit.storage.plans import completed_future
 from ckptkit.storage.terms import (
@@ -138,7 +137,9 @@ class LayoutReader(StorageReader):
             if wanted and terms.unasked != IGNORE:
                 keys: Mapping[str, KeyPath] = getattr(planner, "mappings", {})
                 terms.check_unrequested(unrequested_keys(self.layouts, wanted), [keys.get(n, (n,)) for n in wanted])
-            if is_filling_state(planner):
+            # torch's own planner reads directly into the tensors of the state
+            cls = type(planner)
+            if all(getattr(cls, step, None) is getattr(DefaultLoadPlanner, step) for step in _PLANNER_STEPS):
                 self._read_all_at_once(items, planner, terms)
             else:
                 self._read_in_turn(items, planner, terms)
@@ -294,7 +295,7 @@ def with_state_of_rank(layout: Layout, rank: int) -> Layout:
     return replace(layout, tensors=tensors, blobs=blobs, keys={**layout.keys, **own_keys})
 
 
-Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by label; `layout_of_items` uses the labels as file names
+Resolved = Mapping[str, tuple[ReadItem, Tensor]]  # by label; `read_tensors` uses the labels as file names
 _PLANNER_STEPS = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
@@ -329,12 +330,6 @@ def first_byte_location(tensor: StoredTensor) -> tuple[str, int]:
     return first.path, first.offset
 
 
-def is_filling_state(planner: LoadPlanner) -> bool:
-    """Return whether a planner reads directly into the tensors of the state, as torch's own planner does."""
-    planner_class = type(planner)
-    return all(getattr(planner_class, name, None) is getattr(DefaultLoadPlanner, name) for name in _PLANNER_STEPS)
-
-
 def tensors_in_order(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
     """Return the tensor items of a plan, in the order of the files."""
     tensors = (item for item in plan if item.type == LoadItemType.TENSOR)
@@ -361,7 +356,17 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
     """
     items = {label: item for label, (item, _) in resolved.items()}
     tensors = {label: tensor for label, (_, tensor) in resolved.items()}
-    wanted = layout_of_items(layout, items, tensors)
+    # the tensors to fill, as a layout whose files are the items
+    chunks: dict[str, list[Chunk]] = {}
+    for label, item in items.items():
+        box, name = Box(tuple(item.storage_offsets), tuple(item.lengths)), item.storage_index.fqn
+        dtype = require_known_dtype(tensors[label].dtype, name)
+        chunks.setdefault(name, []).append(Chunk(box, label, 0, box.numel * dtype.itemsize, dtype))
+    targets = {
+        name: StoredTensor(Spec(parts[0].dtype, layout.tensors[name].spec.shape), tuple(parts))
+        for name, parts in chunks.items()
+    }
+    wanted = Layout(layout.root, "memory", targets)
     tied = first_name_by_tied_name(tensors)
     # otherwise the last read would silently win
     duplicates = {label: torch.empty_like(tensors[label]) for label in tied}
@@ -407,22 +412,6 @@ def read_targets(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | Non
                 with errors_at(tensor=target.name):
                     worker.read_input(block, out=out[start : start + block.nbytes])
                 if not is_direct:
-                    write_from_buffer(
-                        view_of_box(tensor, block.box.relative_to(target.chunk.box)), buffers[tensor.device]
-                    )
+                    view = view_of_box(tensor, block.box.relative_to(target.chunk.box))
+                    view.copy_(buffers[tensor.device][: view.nbytes].view(view.dtype).view(view.shape))
                 sources.record_reads(worker.pieces)
-
-
-def layout_of_items(layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]) -> Layout:
-    """Return the tensors to fill, as a layout whose files are the items."""
-    chunks: dict[str, list[Chunk]] = {}
-    for label, item in items.items():
-        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        dtype = require_known_dtype(tensors[label].dtype, item.storage_index.fqn)
-        chunk = Chunk(box, label, 0, box.numel * dtype.itemsize, dtype)
-        chunks.setdefault(item.storage_index.fqn, []).append(chunk)
-    wanted = {
-        name: StoredTensor(Spec(parts[0].dtype, layout.tensors[name].spec.shape), tuple(parts))
-        for name, parts in chunks.items()
-    }
-    return Layout(layout.root, "memory", wanted)

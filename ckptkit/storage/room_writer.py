@@ -46,7 +46,6 @@ from ckptkit.storage.plans import (
     spec_and_box_of_item,
     split_items,
     with_cached_plans,
-    with_tied_key_paths,
 )
 from ckptkit.storage.portions import Portion, split_model_from_training
 from ckptkit.storage.small_files import SmallFile, to_bytes
@@ -107,7 +106,10 @@ class RoomWriter(PlannedWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files, with gaps for the data, and return the plans with the task of each rank."""
         plans = with_cached_plans(plans, self.room)
-        planned = with_tied_key_paths(plan_layout(plans, self.room), self._tied)
+        planned = plan_layout(plans, self.room)
+        ways = {".".join(map(str, way)): way for way in self._tied}
+        tied = {name: planned.tensors[self._tied[way]] for name, way in ways.items()}
+        planned = replace(planned, tensors={**planned.tensors, **tied}, keys={**planned.keys, **ways})
         self._options = WriterOptions(self._max_shard_size, len(plans))
         self._portions = split_model_from_training(planned, self._format)
         files_by_directory = {
@@ -121,15 +123,17 @@ class RoomWriter(PlannedWriter):
         require_free_space(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
         for directory, files in files_by_directory.items():
             create_files(self.room / directory, files, anew=True)
-        return [replace(plan, storage_data=self._make_task(rank, plan)) for rank, plan in enumerate(plans)]
-
-    def _make_task(self, rank: int, plan: SavePlan) -> Task:
-        names = [item.index.fqn for item in plan.items]
-        stored_names = {
-            (portion.directory, portion.format): {name: portion.names[name] for name in names if name in portion.names}
-            for portion in self._portions
-        }
-        return Task(rank, self.room, stored_names)
+        tasks = []
+        for rank, plan in enumerate(plans):
+            names = [item.index.fqn for item in plan.items]
+            stored_names = {
+                (portion.directory, portion.format): {
+                    name: portion.names[name] for name in names if name in portion.names
+                }
+                for portion in self._portions
+            }
+            tasks.append(replace(plan, storage_data=Task(rank, self.room, stored_names)))
+        return tasks
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items to their positions.

@@ -117,27 +117,22 @@ class StoreWriter(PlannedWriter):
         sizes = {name: size_of_file(own_items) for name, own_items in items.items()}
         upload = uuid4().hex
         destination = open_destination(self.path, sizes, _MARKS, plan=upload)
-        self._claim_destination(destination)
-        self._upload = Upload(destination, planned, items)
-        tasks = [SendTask(rank, upload, nbytes) for rank, nbytes in enumerate(sizes.values())]
-        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
-
-    def _claim_destination(self, destination: Destination) -> None:
-        """Claim the destination. Replaces an incomplete checkpoint if it can only be from a save that died."""
-        replaces = self._overwrite or self._takes_over or self._begun == self.path
         if not self._overwrite:
             require_no_checkpoint_at(self.path)
+        # replace an incomplete checkpoint if it can only be from a save that died
+        replaces = self._overwrite or self._takes_over or self._begun == self.path
         self._begun = self.path
         try:
-            destination.claim(
-                overwrite=replaces,
-                check=partial(marker_files_in_store, self.path, self._files, output_is_training=True),
-            )
+            check = partial(marker_files_in_store, self.path, self._files, output_is_training=True)
+            destination.claim(overwrite=replaces, check=check)
         except Occupied:
             self._begun = None
             raise
         for remark in destination.remarks_on_upload():
             warn(f"{self.path}: {remark}")
+        self._upload = Upload(destination, planned, items)
+        tasks = [SendTask(rank, upload, nbytes) for rank, nbytes in enumerate(sizes.values())]
+        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Send this rank's items. Results contain the CRC-32 of each tensor's data, or the byte range of an entry.

@@ -103,20 +103,15 @@ class PlannerEntries(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
             return super().__getitem__(name)
         entry = self.get(name) or BytesStorageMetadata()
         if isinstance(entry, TensorStorageMetadata):
-            require_stored_size(name, entry, caller.f_locals.get("obj"), self.root)
+            wanted, size = caller.f_locals.get("obj"), entry.size
+            if isinstance(wanted, Tensor):
+                # a tensor that holds pieces of a larger one (torch's `CheckpointableTensor`) has the larger one's size
+                size = torch.Size(getattr(wanted, "global_shape", wanted.size()))
+            if size != entry.size:
+                shapes = f"expected shape {list(size)} as in the state to load into, found {list(entry.size)}"
+                hint = "build the model with the sizes of the checkpoint, or load another checkpoint"
+                raise Mismatch(f"{shapes} in the checkpoint", path=self.root, tensor=name, hint=hint)
         return entry
-
-
-def require_stored_size(name: str, stored: TensorStorageMetadata, wanted: object, root: Path | None) -> None:
-    """Raise `Mismatch` if the tensor to load into has another size than the stored tensor.
-
-    A tensor that holds pieces of a larger one (torch's `CheckpointableTensor`) has the larger one's size.
-    """
-    size = torch.Size(getattr(wanted, "global_shape", wanted.size())) if isinstance(wanted, Tensor) else stored.size
-    if size != stored.size:
-        shapes = f"expected shape {list(size)} as in the state to load into, found {list(stored.size)}"
-        hint = "build the model with the sizes of the checkpoint, or load another checkpoint"
-        raise Mismatch(f"{shapes} in the checkpoint", path=root, tensor=name, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
