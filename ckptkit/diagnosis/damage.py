@@ -52,16 +52,14 @@ def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None
         where = "" if path is None else f"{path.relative_to(root) if is_inside else path}: "
         hint = f" ({problem.hint})" if problem.hint else ""
         message = f"{where}{problem.message}{hint}{other}"
-        chosen_fix = copy if is_about_model_file(checkpoint, problem) else fix
+        is_model_file = (  # such as config.json: a JSON file without tensors or metadata
+            path is not None
+            and path.suffix == ".json"
+            and path.parent in [part.path for part in checkpoint.components]
+            and not any(part.reader.owns_file(path.name) for part in checkpoint.components)
+        )
+        chosen_fix = copy if is_model_file else fix
         yield Finding(problem.code, problem.tensor, message, chosen_fix if isinstance(problem, Corrupt) else None)
-
-
-def is_about_model_file(checkpoint: Checkpoint, problem: CkptError) -> bool:
-    """Return whether a problem concerns a JSON file without tensors or metadata, such as config.json."""
-    path, parts = problem.path, checkpoint.components
-    if path is None or path.suffix != ".json" or path.parent not in [part.path for part in parts]:
-        return False
-    return not any(part.reader.owns_file(path.name) for part in parts)
 
 
 def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
@@ -165,7 +166,11 @@ def find_unexpected_tensors(target: LoadTarget, model: TargetModel, extra: list[
     """Yield the tensors that a model does not have. Never suggests to drop a tensor that may have been trained."""
     assert target.weights is not None
     message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
-    head = find_trained_class(target, model) if any(map(is_trained_head, extra)) else None
+    head = None  # the class that has the head in the checkpoint, if the model's own class has another
+    if any(map(is_trained_head, extra)) and target.best_matching_form is not None and model.config:
+        with suppress(Mismatch):
+            config, _ = with_trained_class(target.plain_shapes, model.config, target.best_matching_form)
+            head = str(config["architectures"][0]) if config is not model.config else None
     fix = consolidate_fix(target.checkpoint, base=model.name) if head else None
     for name in extra:
         if may_be_trained(target, name):
@@ -184,14 +189,3 @@ def may_be_trained(target: LoadTarget, name: str) -> bool:
     """Return whether a tensor may have been trained: its dtype is a float and its name is not that of a buffer."""
     spec = target.weights.layout.specs.get(name) if target.weights else None
     return spec is None or (spec.dtype.kind == "float" and not is_buffer(name))
-
-
-def find_trained_class(target: LoadTarget, model: TargetModel) -> str | None:
-    """Return the class that has the head in the checkpoint, if the model's own class has another; else None."""
-    if target.best_matching_form is None or not model.config:
-        return None
-    try:
-        config, _ = with_trained_class(target.plain_shapes, model.config, target.best_matching_form)
-    except Mismatch:
-        return None
-    return str(config["architectures"][0]) if config is not model.config else None

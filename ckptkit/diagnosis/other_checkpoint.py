@@ -25,19 +25,26 @@ def compare_with_checkpoint(target: LoadTarget) -> Iterator[Finding]:
     """Yield the entries that another checkpoint has and this one lacks, or has under another name, shape or dtype."""
     if target.like is None:
         return
+    path = target.like.path
     our_family, their_family = target.checkpoint.family, target.like.family
     if our_family is not their_family:
         one, other = (family.name if family else HUB for family in (our_family, their_family))
-        message = f"the names are {one}'s here, and {other}'s in {target.like.path}"
+        message = f"the names are {one}'s here, and {other}'s in {path}"
         yield Finding("family", None, message, rewrite_fix(target.checkpoint, names=other))
     for pair in pair_components(target.checkpoint, target.like)[0]:
         ours, theirs = match_sides(*with_hub_names_on_both(target.checkpoint, target.like, pair))
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if our_family is their_family or shared:
-            yield from find_model_key_difference(target, target.like.path, ours, theirs)
-            yield from find_missing_and_extra(target, target.like.path, ours, theirs)
-            yield from find_spec_differences(target, target.like.path, ours, theirs)
-            yield from find_tensors_that_are_values(target, target.like.path, ours, theirs)
+            yield from find_model_key_difference(target, path, ours, theirs)
+            yield from find_missing_and_extra(target, path, ours, theirs)
+            yield from find_spec_differences(target, path, ours, theirs)
+            is_sharded = target.checkpoint.model_component.reader.is_sharded  # torch can load the opposite
+            for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
+                message = (
+                    f"a tensor here, a plain value in {path}: torch's load fails with `Invalid checkpoint metadata`; "
+                    "build the optimizer as it was built here, for example with `lr=torch.tensor(...)`"
+                )
+                yield Finding("kind", name, message)
 
 
 def find_model_key_difference(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
@@ -82,17 +89,6 @@ def find_missing_and_extra(target: LoadTarget, other: Path, ours: Side, theirs: 
     for name in extra:
         if name not in pairs and name in ours.weights:
             yield Finding("unexpected", name, f"{other} does not have it: `load_state_dict` refuses it")
-
-
-def find_tensors_that_are_values(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
-    """Yield entries that are tensors here and plain values in the other. torch can load the opposite."""
-    is_sharded = target.checkpoint.model_component.reader.is_sharded
-    for name in ours.layout.tensors.keys() & theirs.layout.blobs.keys() if is_sharded else ():
-        message = (
-            f"a tensor here, a plain value in {other}: torch's load fails with `Invalid checkpoint metadata`; "
-            "build the optimizer as it was built here, for example with `lr=torch.tensor(...)`"
-        )
-        yield Finding("kind", name, message)
 
 
 def find_spec_differences(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.checkpoints.model_facts import ModelFacts
@@ -14,7 +15,6 @@ from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, is_loadable_model, rewrite_fix
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, first_of
 from ckptkit.io.path import is_remote
-from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.renames import find_few_globs
 from ckptkit.models.companions import Companions
@@ -186,11 +186,13 @@ def find_tie_problems(target: LoadTarget) -> Iterator[Finding]:
             if source in weights.layout.tensors and target.checkpoint.model_component.reader.is_sharded and model.asked:
                 message = f"missing, but tied to `{source}`; a model in memory has both, so torch's load asks for both"
                 yield Finding("tie", name, message, consolidate_fix(target.checkpoint, base=model.name))
-        elif name in compared and has_different_bytes(weights.layout, name, source):
-            message = (
-                f"the config of {model.name} ties it to `{source}`, but their values differ: a load loses one of them"
-            )
-            yield Finding("tie", name, message)
+        elif name in compared:
+            try:
+                with suppress(Unsupported):
+                    require_equal_tied(weights.layout, name, source)
+            except Mismatch:
+                differ = f"ties it to `{source}`, but their values differ: a load loses one of them"
+                yield Finding("tie", name, f"the config of {model.name} {differ}")
 
 
 def comparable_ties(target: LoadTarget) -> dict[str, str]:
@@ -201,14 +203,3 @@ def comparable_ties(target: LoadTarget) -> dict[str, str]:
     ties = ties_to_drop(weights.layout, model.config, target.best_matching_form).items()
     present = weights.layout.tensors.keys() - set(target.renames.values())
     return {name: source for name, source in ties if name in present and source in weights.layout.tensors}
-
-
-def has_different_bytes(layout: Layout, name: str, source: str) -> bool:
-    """Return whether two tensors that should be equal differ."""
-    try:
-        require_equal_tied(layout, name, source)
-    except Mismatch:
-        return True
-    except Unsupported:
-        pass
-    return False

@@ -119,7 +119,7 @@ class TrainConfig:
             )
         if self.wrap == "size" and self.fsdp == "2":
             raise Usage("--wrap: expected block for FSDP2, found size", hint="pass --fsdp 1 to wrap by size")
-        require_full_training(self) if self.lora_rank is None else require_lora_settings(self)
+        require_adapter_settings(self)
         require_local_paths(self)
         require_saved_metric(self.keep_best)
 
@@ -168,8 +168,19 @@ def require_saved_metric(keep_best: str | None) -> None:
     Best.parse(keep_best)
 
 
-def require_full_training(config: TrainConfig) -> None:
-    """Raise `Usage` for settings that contradict the training of a full model (without LoRA)."""
+def require_adapter_settings(config: TrainConfig) -> None:
+    """Raise `Usage` for settings that contradict the training of LoRA adapters, or of a full model without LoRA."""
+    if config.lora_rank is not None:
+        if config.state_dict == "hf":
+            hint = "pass --state-dict adapter, and merge the result with `ckptkit consolidate --merge`"
+            raise Usage("--state-dict hf: a Hugging Face model cannot store adapters", hint=hint)
+        if config.freeze:
+            message = "--freeze has no effect: --lora-rank already freezes all other parameters"
+            raise Usage(message, hint="drop --freeze")
+        if config.wrap == "size":
+            message = "--wrap: expected block for adapters, found size: a unit could mix adapters and other parameters"
+            raise Usage(message, hint="pass --wrap block")
+        return
     if config.state_dict == "adapter":
         raise Usage("--state-dict adapter: expected LoRA adapters to train, found none", hint="pass --lora-rank R")
     if config.lora_targets or config.lora_alpha != LORA_ALPHA:
@@ -179,18 +190,6 @@ def require_full_training(config: TrainConfig) -> None:
             "--resume and --weights cannot be combined: a resumed checkpoint already contains weights",
             hint="drop --weights or --resume",
         )
-
-
-def require_lora_settings(config: TrainConfig) -> None:
-    """Raise `Usage` for settings that contradict the training of LoRA adapters."""
-    if config.state_dict == "hf":
-        hint = "pass --state-dict adapter, and merge the result with `ckptkit consolidate --merge`"
-        raise Usage("--state-dict hf: a Hugging Face model cannot store adapters", hint=hint)
-    if config.freeze:
-        raise Usage("--freeze has no effect: --lora-rank already freezes all other parameters", hint="drop --freeze")
-    if config.wrap == "size":
-        message = "--wrap: expected block for adapters, found size: a unit could mix adapters and other parameters"
-        raise Usage(message, hint="pass --wrap block")
 
 
 def train_settings() -> dict[str, Setting]:

@@ -47,16 +47,8 @@ def find_resume_candidates(config: TrainConfig) -> list[Path]:
         raise NotACheckpoint("the checkpoint is not complete: cannot resume", path=chosen.path)
     if not complete:
         require_no_unfinished(config.run)
-    require_newest(config.run, complete, chosen)
-    return [chosen.path]
-
-
-def require_newest(run: Path, complete: Sequence[Checkpoint], chosen: Checkpoint) -> None:
-    """Raise `Occupied` if `chosen` is not the newest of the run's `complete` checkpoints (newest first).
-
-    The run would repeat the later steps, and would mix metrics and checkpoints of two trainings.
-    """
     chosen_path = chosen.path.resolve()
+    # the run would repeat later steps, and would mix metrics and checkpoints of two trainings
     later = [*takewhile(lambda checkpoint: checkpoint.path.resolve() != chosen_path, complete)][::-1]
     if later:
         names = ", ".join(checkpoint.name for checkpoint in later[:_NAMED]) + (", ..." if len(later) > _NAMED else "")
@@ -65,9 +57,10 @@ def require_newest(run: Path, complete: Sequence[Checkpoint], chosen: Checkpoint
         else:
             message = f"the run already has checkpoints, and {chosen.path} is not one of them: {names}"
         settings = chosen.path.parent / SETTINGS
-        config = f" --config {shlex.quote(str(settings))}" if settings.is_file() else ""
-        command = f"ckptkit train NEW --resume {shlex.quote(str(chosen.path))}{config}"
-        raise Occupied(message, path=run, hint=f"train into a new run: `{command}`")
+        option = f" --config {shlex.quote(str(settings))}" if settings.is_file() else ""
+        command = f"ckptkit train NEW --resume {shlex.quote(str(chosen.path))}{option}"
+        raise Occupied(message, path=config.run, hint=f"train into a new run: `{command}`")
+    return [chosen.path]
 
 
 def require_no_unfinished(run: Path) -> None:

@@ -74,7 +74,9 @@ class Corpus:
         windows = np.full((max(1, len(indices)), self.length + 1), self.end, dtype=np.int64)
         sizes = np.zeros((len(windows), 1), dtype=np.int64)
         for row, index in enumerate(indices):
-            ids = self._window(index)
+            epoch, index_in_epoch = divmod(index, self.sequences_per_epoch)
+            start = int(epoch_order(self.sequences_per_epoch, self.seed, epoch)[index_in_epoch]) * self.length
+            ids = self.ids[start : start + self.length + 1]
             windows[row, : len(ids)] = ids
             sizes[row] = len(ids)
         inputs, targets = windows[:, :-1].copy(), windows[:, 1:].copy()
@@ -87,11 +89,6 @@ class Corpus:
             starts = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
             positions = torch.from_numpy(columns - starts)
         return Batch(torch.from_numpy(inputs), torch.from_numpy(targets), positions)
-
-    def _window(self, index: int) -> NDArray[np.integer]:
-        epoch, index_in_epoch = divmod(index, self.sequences_per_epoch)
-        start = int(epoch_order(self.sequences_per_epoch, self.seed, epoch)[index_in_epoch]) * self.length
-        return self.ids[start : start + self.length + 1]
 
 
 @lru_cache(maxsize=2)

@@ -87,8 +87,14 @@ def stdlib_modules() -> list[Path]:
 
 
 def read_documents(path: Path) -> Iterator[Text | Ids]:
-    """Yield the documents of a file in order. Keeps at most one line or two parts in memory."""
-    return read_jsonl_documents(path) if path.suffix == ".jsonl" else read_text_documents(path)
+    """Yield the documents of a file in order, without empty lines. Keeps at most one line or two parts in memory."""
+    if path.suffix != ".jsonl":
+        yield from read_text_documents(path)
+        return
+    with translate_os_errors(path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield parse_line(path, number, line)
 
 
 def read_text_documents(path: Path) -> Iterator[Text]:
@@ -118,14 +124,6 @@ def find_cut(text: bytes) -> int:
             return offset
     last = range(len(text) - 1, len(text) - 5, -1)
     return next((cut for cut in last if text[cut] & 0xC0 != 0x80), len(text))  # skip UTF-8 continuation bytes
-
-
-def read_jsonl_documents(path: Path) -> Iterator[Text | Ids]:
-    """Yield the documents of a JSONL file, one per line; skips empty lines."""
-    with translate_os_errors(path), path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield parse_line(path, number, line)
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Text | Ids:

@@ -78,7 +78,18 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
         return known
     with translate_os_errors(room):
         (room / ABOUT).unlink(missing_ok=True)  # first, because it does not describe the file written next
-    tokens = open_foreign_token_file(path, tokenizer) if is_token_file else write_tokens(files, tokenizer, path)
+    if is_token_file:
+        tokens = open_foreign_token_file(path, tokenizer)
+    else:
+        dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
+        count = 0
+        with Stage(path, overwrite=True, is_file=True).opened() as stage:
+            with translate_os_errors(path), (stage.path / path.name).open("wb") as written:
+                for ids in tokenize_documents(files, tokenizer):
+                    written.write(ids.astype(dtype).data)
+                    count += len(ids)
+            stage.commit()
+        tokens = TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
     tokens = check_token_ids(tokens, data, tokenizer.name)
     fields = asdict(tokens)
     del fields["path"]  # the run may be moved
@@ -126,19 +137,6 @@ def open_foreign_token_file(path: Path, tokenizer: Tokenizer) -> TokenFile:
             f"expected a multiple of {dtype.itemsize} bytes, one token each, found {rest} more after {count} tokens",
             path=path,
         )
-    return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
-
-
-def write_tokens(files: Iterable[Path], tokenizer: Tokenizer, path: Path) -> TokenFile:
-    """Write the token ids of all documents in `files` to `path`; atomic."""
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1).newbyteorder("<")
-    count = 0
-    with Stage(path, overwrite=True, is_file=True).opened() as stage:
-        with translate_os_errors(path), (stage.path / path.name).open("wb") as file:
-            for ids in tokenize_documents(files, tokenizer):
-                file.write(ids.astype(dtype).data)
-                count += len(ids)
-        stage.commit()
     return TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
 
 

@@ -107,37 +107,32 @@ class ModelConfig:
         try:
             with translate_os_errors(path):
                 keys = json.loads(path.read_text())
-            return cls._from_keys(keys, path)
+            for name, value in PLAIN_LLAMA.items():
+                if keys.get(name, value) != value:
+                    expected = f"expected {value!r}, which the built-in Llama has"
+                    raise Unsupported(f"`{name}`: {expected}, found {keys[name]!r}", path=path)
+            rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+            heads = int(keys["num_attention_heads"])
+            return cls(
+                vocab_size=int(keys["vocab_size"]),
+                hidden_size=int(keys["hidden_size"]),
+                intermediate_size=int(keys["intermediate_size"]),
+                num_hidden_layers=int(keys["num_hidden_layers"]),
+                num_attention_heads=heads,
+                num_key_value_heads=int(keys.get("num_key_value_heads") or heads),
+                head_dim=int(keys.get("head_dim") or keys["hidden_size"] // heads),
+                max_position_embeddings=int(keys.get("max_position_embeddings", 2048)),
+                rms_norm_eps=float(keys.get("rms_norm_eps", 1e-6)),
+                rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))),
+                rope_scaling=RopeScaling.from_keys(rope),
+                initializer_range=float(keys.get("initializer_range", 0.02)),
+                tie_word_embeddings=bool(keys.get("tie_word_embeddings", False)),
+            )
         except CkptError as error:
             error.blame(path=path)
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise NotACheckpoint(f"not the config.json of a model: {error!r}", path=path) from error
-
-    @classmethod
-    def _from_keys(cls, keys: Mapping[str, Any], path: Path) -> ModelConfig:
-        for name, value in PLAIN_LLAMA.items():
-            if keys.get(name, value) != value:
-                raise Unsupported(
-                    f"`{name}`: expected {value!r}, which the built-in Llama has, found {keys[name]!r}", path=path
-                )
-        rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
-        heads = int(keys["num_attention_heads"])
-        return cls(
-            vocab_size=int(keys["vocab_size"]),
-            hidden_size=int(keys["hidden_size"]),
-            intermediate_size=int(keys["intermediate_size"]),
-            num_hidden_layers=int(keys["num_hidden_layers"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(keys.get("num_key_value_heads") or heads),
-            head_dim=int(keys.get("head_dim") or keys["hidden_size"] // heads),
-            max_position_embeddings=int(keys.get("max_position_embeddings", 2048)),
-            rms_norm_eps=float(keys.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))),
-            rope_scaling=RopeScaling.from_keys(rope),
-            initializer_range=float(keys.get("initializer_range", 0.02)),
-            tie_word_embeddings=bool(keys.get("tie_word_embeddings", False)),
-        )
 
     def to_json(self) -> str:
         """Return the text of a config.json with which transformers loads this model as `LlamaForCausalLM`."""

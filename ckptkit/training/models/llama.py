@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ckptkit.training.models.config import ModelConfig, RopeScaling
+from ckptkit.training.models.config import ModelConfig
 
 
 def same_document_mask(positions: Tensor) -> Tensor:
@@ -59,8 +59,19 @@ class Rope(nn.Module):
         # Always on the CPU, as Hugging Face does: `pow` of another device may differ in the last bit.
         channels = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device="cpu")
         inv_freq = 1.0 / self.config.rope_theta ** (channels / self.config.head_dim)
-        if self.config.rope_scaling is not None:
-            inv_freq = scale_frequencies(inv_freq, self.config.rope_scaling)
+        scaling = self.config.rope_scaling
+        if scaling is not None and scaling.rope_type == "linear":
+            inv_freq = inv_freq / scaling.factor
+        elif scaling is not None:
+            # llama3: only the low frequencies are divided by the factor, with a smooth transition.
+            # Source: `_compute_llama3_parameters` in transformers/modeling_rope_utils.py.
+            wavelength = 2 * math.pi / inv_freq
+            context = scaling.original_max_position_embeddings
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            slow, fast = wavelength > context / low, wavelength < context / high
+            kept = (context / wavelength - low) / (high - low)
+            between = (1 - kept) * inv_freq / scaling.factor + kept * inv_freq
+            inv_freq = torch.where(slow, inv_freq / scaling.factor, torch.where(fast, inv_freq, between))
         self.inv_freq.copy_(inv_freq)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -68,21 +79,6 @@ class Rope(nn.Module):
         angles = positions[:, None, :, None].float() * self.inv_freq
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def scale_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies divided by the factor; with `llama3` only the low ones, with a smooth transition.
-
-    Source: `_compute_llama3_parameters` in transformers/modeling_rope_utils.py.
-    """
-    if scaling.rope_type == "linear":
-        return inv_freq / scaling.factor
-    wavelength = 2 * math.pi / inv_freq
-    context, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
-    slow, fast = wavelength > context / low, wavelength < context / high
-    kept = (context / wavelength - low) / (high - low)
-    between = (1 - kept) * inv_freq / scaling.factor + kept * inv_freq
-    return torch.where(slow, inv_freq / scaling.factor, torch.where(fast, inv_freq, between))
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -66,7 +66,19 @@ class Stored:
             state = {name: unwrap_dict(entry) for name, entry in loaded.items()}
         on_meta = partial(torch.empty_like, device="meta")
         outline = {name: map_tensors(on_meta if name in IN_PARTS else clone, entry) for name, entry in state.items()}
-        return outline, {} if self._file == self.path / FILE else read_outline(self._reader)
+        if self._file == self.path / FILE:
+            return outline, {}
+        leaves: dict[str, Tensor | None] = {}
+        keys: dict[str, Any] = {}
+        # ckptkit parses the metadata itself, because torch would unpickle it and run any code in it
+        for layout in self._reader.open():
+            leaves |= dict.fromkeys(layout.blobs)
+            for name, spec in layout.specs.items():
+                leaves[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
+            keys |= layout.keys
+        if not keys:
+            raise Unsupported("saved without the names of its nested entries", path=self._reader.path)
+        return outline, nest_leaves({keys[name]: leaf for name, leaf in leaves.items()})
 
     def read_into(self, wanted: Tree) -> None:
         """Fill `wanted`, a subset of the outline's entries, in place. Each rank reads its own shards."""
@@ -81,21 +93,3 @@ class Stored:
         except CheckpointException as error:
             raise to_rank_error(error, self.path, "load") from error
         wanted |= {name: unwrap_dict(every[name]) for name in state}
-
-
-def read_outline(reader: Reader) -> Tree:
-    """Return the nested dicts of a checkpoint, with meta tensors for its tensors and None for non-tensor entries.
-
-    ckptkit parses the metadata itself, because torch would unpickle it and run any code in it. Raises `Unsupported` if
-    the metadata does not list the keys of nested entries.
-    """
-    leaves: dict[str, Tensor | None] = {}
-    keys: dict[str, Any] = {}
-    for layout in reader.open():
-        leaves |= dict.fromkeys(layout.blobs)
-        for name, spec in layout.specs.items():
-            leaves[name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype.name), device="meta")
-        keys |= layout.keys
-    if not keys:
-        raise Unsupported("saved without the names of its nested entries", path=reader.path)
-    return nest_leaves({keys[name]: leaf for name, leaf in leaves.items()})

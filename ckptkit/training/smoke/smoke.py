@@ -66,7 +66,16 @@ def smoke(
     raise. Raises `Occupied` if `run` or `out` exists; `overwrite` replaces the output of an earlier smoke test.
     """
     run, out = to_local_path(run), to_local_path(out)
-    prove = choose_script_checker(script) if script else None
+    prove: Callable[..., list[Check]] | None = None
+    if script:
+        name = next((name for name in SCRIPTS if name in script), None)
+        if name is None:
+            raise Usage(f"{option_name(next(iter(script)))} needs {' or '.join(map(option_name, SCRIPTS))}")
+        holder = import_object(SCRIPTS[name].options)
+        unknown = [option for option in script if option not in settings_of(holder)]
+        if unknown:
+            raise Usage(f"{option_name(unknown[0])} does not go with {option_name(name)}")
+        prove = partial(import_object(SCRIPTS[name].where), holder(**script))
     require_free_paths(run, out, overwrite=overwrite)
     if prove:
         create_smoke_run(run)
@@ -82,22 +91,10 @@ def smoke(
     checks = []
     with tempfile.TemporaryDirectory(prefix="ckptkit-") as scratch:
         runs = SmokeRuns(config, nproc, out, Path(scratch))
-        for name, check in CHECKS.items():
-            checks.append(run_check(name, partial(check, runs)))
+        for title, check in CHECKS.items():
+            checks.append(run_check(title, partial(check, runs)))
             report(checks[-1])
     return checks
-
-
-def choose_script_checker(options: dict[str, Any]) -> Callable[..., list[Check]]:
-    """Return what checks the script that options describe. Raises `Usage` for options that do not go together."""
-    name = next((name for name in SCRIPTS if name in options), None)
-    if name is None:
-        raise Usage(f"{option_name(next(iter(options)))} needs {' or '.join(map(option_name, SCRIPTS))}")
-    holder = import_object(SCRIPTS[name].options)
-    unknown = [option for option in options if option not in settings_of(holder)]
-    if unknown:
-        raise Usage(f"{option_name(unknown[0])} does not go with {option_name(name)}")
-    return partial(import_object(SCRIPTS[name].where), holder(**options))
 
 
 def require_free_paths(run: Path, out: Path, *, overwrite: bool) -> None:
