@@ -26,7 +26,12 @@ def with_checked_arguments(function: Function) -> Function:
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
         for name, value in arguments_by_name(function, args, options):
-            check_argument_type(name, value, type_hints_of(function).get(name, Any))
+            kind = type_hints_of(function).get(name, Any)
+            if not is_of_type(value, kind):
+                expected, shown = join_with_or(dict.fromkeys(describe_type(kind))), repr(value)
+                shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+                found = shown if value is None else f"{shown} ({type(value).__name__})"
+                raise Usage(f"`{name}`: expected {expected}, found {found}")
         return function(*args, **options)
 
     return call  # type: ignore[return-value]
@@ -72,14 +77,6 @@ def resolve_annotation(hint: Any, names: dict[str, Any]) -> Any:
         return eval(text, names) if isinstance(text, str) else text
     except NameError:  # e.g. torch, imported only under TYPE_CHECKING
         return Any
-
-
-def check_argument_type(name: str, value: object, kind: Any) -> None:
-    if is_of_type(value, kind):
-        return
-    expected = join_with_or(dict.fromkeys(describe_type(kind)))
-    shown = repr(value) if len(repr(value)) <= _MAX_SHOWN else f"{repr(value)[:_MAX_SHOWN]}..."
-    raise Usage(f"`{name}`: expected {expected}, found {shown}{'' if value is None else f' ({type(value).__name__})'}")
 
 
 def is_of_type(value: object, kind: Any) -> bool:

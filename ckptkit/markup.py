@@ -24,12 +24,15 @@ Child = str | Iterable["Child"] | None
 
 
 def element(name: str, /, *children: Child, **attributes: object) -> Markup:
-    """Return an element. `class_` is the attribute `class`, `stroke_width` is `stroke-width`; None is left out."""
-    given = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{escaped_text(format_attribute(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
+    """Return an element. `class_` is the attribute `class`, `stroke_width` is `stroke-width`; None is left out.
+
+    Floats have two decimals.
+    """
+    given = ""
+    for key, value in attributes.items():
+        if value is not None:
+            text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+            given += f' {key.rstrip("_").replace("_", "-")}="{escaped_text(text)}"'
     inside = join_markup(children)
     return Markup(f"<{name}{given}/>" if name in _SELF_CLOSING and not inside else f"<{name}{given}>{inside}</{name}>")
 
@@ -63,8 +66,3 @@ def escaped_text(content: str) -> Markup:
     if isinstance(content, Markup):
         return content
     return Markup(escape(escape_control_characters(content)))
-
-
-def format_attribute(value: object) -> str:
-    """Return the value of an attribute; a float with two decimals."""
-    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)

@@ -36,13 +36,12 @@ def option_name(name: str) -> str:
 def settings_of(holder: Any) -> dict[str, Setting]:
     """Return the settings of a dataclass by name: the fields annotated with `Help` or with a string."""
     hints = get_type_hints(holder, include_extras=True)
-    described = [field for field in fields(holder) if get_origin(hints[field.name]) is Annotated]
-    return {field.name: setting_of_annotation(hints[field.name], field.default) for field in described}
-
-
-def setting_of_annotation(hint: Any, default: object) -> Setting:
-    value_type, words = get_args(hint)
-    if get_origin(value_type) in (Union, UnionType):
-        value_type = next(option for option in get_args(value_type) if option is not type(None))
-    about = Help(words) if isinstance(words, str) else words
-    return Setting(value_type, default, *about)
+    settings = {}
+    for field in fields(holder):
+        if get_origin(hints[field.name]) is Annotated:
+            value_type, words = get_args(hints[field.name])
+            if get_origin(value_type) in (Union, UnionType):
+                value_type = next(option for option in get_args(value_type) if option is not type(None))
+            about = Help(words) if isinstance(words, str) else words
+            settings[field.name] = Setting(value_type, field.default, *about)
+    return settings
