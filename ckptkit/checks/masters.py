@@ -12,7 +12,7 @@ from ckptkit.engine.compare import compare_computed, compare_layouts
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels
 from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, StoredTensor
-from ckptkit.layout.edits import rounded_tensors_and_copies
+from ckptkit.layout.edits import cast_tensors
 from ckptkit.models.names.weights import find_weights
 from ckptkit.words import count
 
@@ -57,7 +57,11 @@ def compare_low_precision_copies(
 
     `entries` maps the tensors to their names in the checkpoint, if these differ.
     """
-    compared = compare_layouts(*map(locate_all_chunks, rounded_tensors_and_copies(layout)), jobs=jobs)
+    copied = {name: layout.tensors[name] for name in layout.twins if name in layout.tensors}
+    tensors = replace(layout, tensors=copied, blobs={}, twins={})
+    copies = replace(tensors, tensors={name: layout.twins[name] for name in copied})
+    rounded = cast_tensors(tensors, lambda name, _: copies.tensors[name].spec.dtype)
+    compared = compare_layouts(locate_all_chunks(rounded), locate_all_chunks(copies), jobs=jobs)
     remainders = [name for name in compared.differing_names if entries and is_remainder(layout, name, jobs)]
     different = [name for name in compared.differing_names if name not in remainders]
     if remainders:

@@ -42,11 +42,6 @@ class TuplePlace(int):
 Splits = tuple[Shape, ...]  # for each axis of a tensor the sizes that it is split into, row-major
 
 
-def plain_key(key: KeyPath) -> KeyPath:
-    """Return a key path as torch has it, with a string for every key of a dict."""
-    return tuple(str(step) if isinstance(step, str) else int(step) for step in key)
-
-
 @dataclass(frozen=True, slots=True)
 class Spec:
     """The dtype and shape of a tensor, independent of its location."""

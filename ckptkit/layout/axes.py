@@ -44,9 +44,12 @@ def cut_axis(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTe
     if not 0 <= start <= stop <= shape[axis]:
         raise Mismatch(f"expected elements {start}:{stop} on axis {axis}, found shape {list(shape)}")
     if tensor.splits is not None:
-        inner = prod(tensor.splits[axis][1:])
-        if start % inner == 0 == stop % inner:
-            return cut_split_axis(tensor, tensor.splits, axis, start // inner, stop // inner)
+        splits, inner = tensor.splits, prod(tensor.splits[axis][1:])
+        if start % inner == 0 == stop % inner:  # cut the first axis that `axis` is split into; its other axes stay
+            apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_of_chunks), tensor.chunks)
+            cut = cut_axis(apart, sum(map(len, splits[:axis])), start // inner, stop // inner)
+            extents = ((stop - start) // inner, *splits[axis][1:])
+            return with_axes_merged(cut, (*splits[:axis], extents, *splits[axis + 1 :]))
     tensor = with_unsplit_chunks(tensor)
     corner = tuple(start if d == axis else 0 for d in range(len(shape)))
     kept = Box(corner, replace_sizes_at(shape, axis, 1, (stop - start,)))
@@ -57,15 +60,6 @@ def cut_axis(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTe
             piece = cut_chunk_to_box(chunk, shared)
             chunks.append(piece._replace(box=shared.relative_to(kept)))
     return StoredTensor(Spec(tensor.spec.dtype, kept.size), tuple(chunks))
-
-
-def cut_split_axis(tensor: StoredTensor, splits: Splits, axis: int, start: int, stop: int) -> StoredTensor:
-    """Return `start:stop` of the first axis that `axis` is split into; the other axes of the split stay complete."""
-    apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_of_chunks), tensor.chunks)
-    first = sum(map(len, splits[:axis]))
-    kept = cut_axis(apart, first, start, stop)
-    splits_left = (*splits[:axis], (stop - start, *splits[axis][1:]), *splits[axis + 1 :])
-    return with_axes_merged(kept, splits_left)
 
 
 def with_axes_merged(tensor: StoredTensor, splits: Splits) -> StoredTensor:
@@ -162,7 +156,15 @@ def split_axis(tensor: StoredTensor, axis: int, extents: Shape) -> StoredTensor:
     if prod(extents) != shape[axis]:
         message = f"expected axis {axis} of size {prod(extents)} to split in {list(extents)}, found shape {list(shape)}"
         raise Mismatch(message)
-    chunks = (piece for chunk in tensor.chunks for piece in split_chunk(chunk, axis, extents))
+    chunks = []
+    for chunk in tensor.chunks:
+        box, steps = chunk.box, strides_of_chunk(chunk)
+        inner = tuple(steps[axis] * step for step in row_major_strides(extents))
+        strides = replace_sizes_at(steps, axis, 1, inner)
+        for part, begin in boxes_of_range(extents, box.start[axis], box.stop[axis]):
+            start = replace_sizes_at(box.start, axis, 1, part.start)
+            size = replace_sizes_at(box.size, axis, 1, part.size)
+            chunks.append(strided_chunk_view(chunk, Box(start, size), begin * steps[axis], strides))
     return StoredTensor(Spec(tensor.spec.dtype, replace_sizes_at(shape, axis, 1, extents)), tuple(chunks))
 
 
@@ -192,23 +194,12 @@ def with_unsplit_chunks(tensor: StoredTensor) -> StoredTensor:
     for axis, extents in enumerate(tensor.splits):
         apart = [piece for chunk in chunks for piece in mergeable_chunks(chunk, shape, axis, len(extents))]
         if len(apart) > _MOST_CHUNKS:
-            raise Unsupported(
-                f"expected at most {_MOST_CHUNKS} pieces of the tensor, found {len(apart)}: its rows "
-                "would be reordered twice"
-            )
+            expected = f"expected at most {_MOST_CHUNKS} pieces of the tensor"
+            raise Unsupported(f"{expected}, found {len(apart)}: its rows would be reordered twice")
         merged = (find_merged_chunk(chunk, shape, axis, len(extents)) for chunk in apart)
         chunks = [chunk for chunk in merged if chunk is not None]
         shape = replace_sizes_at(shape, axis, len(extents), (prod(extents),))
     return StoredTensor(tensor.spec, tuple(chunks))
-
-
-def unsplit_index(splits: Splits, index: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of an element in a tensor. `index` is its index with the axes split."""
-    remaining, merged = list(index), []
-    for extents in splits:
-        parts, remaining = remaining[: len(extents)], remaining[len(extents) :]
-        merged.append(sum(i * step for i, step in zip(parts, row_major_strides(extents), strict=True)))
-    return tuple(merged)
 
 
 def cut_chunk_to_box(chunk: Chunk, box: Box) -> Chunk:
@@ -264,21 +255,6 @@ def strided_chunk_view(chunk: Chunk, box: Box, begin: int, strides: Shape) -> Ch
     return chunk._replace(
         box=box, offset=location[0], length=location[1], strides=strides_unless_row_major(strides, box.size), run=run
     )
-
-
-def split_chunk(chunk: Chunk, axis: int, extents: Shape) -> list[Chunk]:
-    """Return a chunk as boxes of the tensor with one axis split."""
-    steps, box = strides_of_chunk(chunk), chunk.box
-    inner = tuple(steps[axis] * step for step in row_major_strides(extents))
-    return [
-        strided_chunk_view(
-            chunk,
-            Box(replace_sizes_at(box.start, axis, 1, part.start), replace_sizes_at(box.size, axis, 1, part.size)),
-            begin * steps[axis],
-            replace_sizes_at(steps, axis, 1, inner),
-        )
-        for part, begin in boxes_of_range(extents, box.start[axis], box.stop[axis])
-    ]
 
 
 def find_merged_chunk(chunk: Chunk, shape: Shape, axis: int, count: int) -> Chunk | None:

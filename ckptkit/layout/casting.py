@@ -35,10 +35,17 @@ def cast_into(values: Array, src: DType, dst: DType, out: Array) -> None:
         for part in parts:
             widen_into(out[part].view(np.float32), values[part], src)
         return
-    widen, narrow = widener(src), _narrower(dst, min(_PART, len(values)))
+    widen, scratch = widener(src), np.empty(min(_PART, len(values)), np.uint32)
     for part in parts:
         wide = widen(values[part])
-        narrow(wide, out[part], are_representable(wide, dst))
+        is_small = are_representable(wide, dst)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if dst.itemsize == 2:
+                wide = wide.astype(np.float32, copy=False)
+            if dst.name == "bfloat16":
+                _to_bfloat16(wide, out[part].view(np.uint16), is_small, scratch)
+            else:
+                out[part].view(_NUMPY[dst.name])[...] = wide
 
 
 def are_representable(values: Array, dst: DType) -> bool:
@@ -72,28 +79,6 @@ def widen_into(numbers: Array, stored: Array, src: DType) -> Array:
     np.copyto(bits, stored.view(np.uint16))
     bits <<= 16  # in two steps: one numpy call that widens and shifts has two thirds of this speed
     return numbers
-
-
-def _narrower(dst: DType, count: int) -> Callable[[Array, Array, bool], None]:
-    """Return a function that stores up to `count` floats as `dst`. Its flag says that all are small."""
-    if dst.name == "bfloat16":
-        scratch = np.empty(count, np.uint32)
-        return lambda wide, out, small: _to_bfloat16(_to_float32(wide), out.view(np.uint16), small, scratch)
-    if dst.name == "float16":
-        return lambda wide, out, _: _assign_quietly(out.view(np.float16), _to_float32(wide))
-    return lambda wide, out, _: _assign_quietly(out.view(_NUMPY[dst.name]), wide)
-
-
-def _to_float32(wide: Array) -> Array:
-    if wide.dtype == np.float32:
-        return wide
-    with np.errstate(over="ignore", invalid="ignore"):
-        return wide.astype(np.float32)
-
-
-def _assign_quietly(out: Array, values: Array) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):
-        out[...] = values
 
 
 def _to_bfloat16(values: Array, out: NDArray[np.uint16], are_small: bool, scratch: NDArray[np.uint32]) -> None:

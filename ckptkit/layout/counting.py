@@ -72,31 +72,25 @@ def count_values(data: memoryview, dtype: DType) -> Count:
     """Return the counts of stored elements of a dtype. Integers and booleans are never NaN, infinite or denormal."""
     total = Count()
     for start in range(0, len(data), _PART_BYTES):
-        total = total.merge(_count_part(data[start : start + _PART_BYTES], dtype))
+        part = data[start : start + _PART_BYTES]
+        if dtype.kind == "small_float":
+            count = _count_small(np.frombuffer(part, np.uint8), SMALL_FLOATS[dtype.name])
+        elif dtype.kind in ("float", "complex"):
+            name = _COMPONENTS.get(dtype.name, dtype.name)
+            kind = _FLOATS[name]
+            bits = np.frombuffer(part, f"u{kind.nbytes}")
+            count = replace(_count_floats(bits, kind), moments=measure_moments(bits, widener(DTYPES[name])))
+        else:
+            values = np.frombuffer(part, _INTEGERS.get(dtype.name, dtype.name))
+            zero, low, high = len(values) - int(np.count_nonzero(values)), values.min().item(), values.max().item()
+            moments = measure_moments(values, lambda stored: stored)
+            count = Count(len(values), zero=zero, low=low, high=high, moments=moments)
+        total = total.merge(count)
     return total
 
 
-def _count_part(data: memoryview, dtype: DType) -> Count:
-    if dtype.kind == "small_float":
-        return _count_small(np.frombuffer(data, np.uint8), SMALL_FLOATS[dtype.name])
-    if dtype.kind in ("float", "complex"):
-        name = _COMPONENTS.get(dtype.name, dtype.name)
-        kind = _FLOATS[name]
-        bits = np.frombuffer(data, f"u{kind.nbytes}")
-        return replace(_count_floats(bits, kind), moments=measure_moments(bits, widener(DTYPES[name])))
-    return _count_integers(np.frombuffer(data, _INTEGERS.get(dtype.name, dtype.name)))
-
-
-# Integers
-
-# other dtypes have the same name in numpy
+# other integers have the same name in numpy
 _INTEGERS = {"bool": "uint8", "quint8": "uint8", "qint8": "int8", "qint32": "int32"}
-
-
-def _count_integers(values: Array) -> Count:
-    zero = len(values) - int(np.count_nonzero(values))
-    low, high = values.min().item(), values.max().item()
-    return Count(len(values), zero=zero, low=low, high=high, moments=measure_moments(values, lambda stored: stored))
 
 
 # Floats of 16 bits and more, by their bits

@@ -132,14 +132,6 @@ def with_low_precision_copies(layout: Layout) -> Layout:
     return replace(layout, tensors={**layout.tensors, **layout.twins}, twins={})
 
 
-def rounded_tensors_and_copies(layout: Layout) -> tuple[Layout, Layout]:
-    """Return the tensors that have low-precision copies, cast to their dtypes, and the copies. Both must be equal."""
-    copied = {name: layout.tensors[name] for name in layout.twins if name in layout.tensors}
-    tensors = replace(layout, tensors=copied, blobs={}, twins={})
-    copies = replace(tensors, tensors={name: layout.twins[name] for name in copied})
-    return cast_tensors(tensors, lambda name, _: copies.tensors[name].spec.dtype), copies
-
-
 def cast_tensors(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
     """Return the same tensors with the dtypes that `wanted` returns. Chunks stay, and are cast on read."""
     tensors = {

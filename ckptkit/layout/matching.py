@@ -80,17 +80,11 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
     for size, states in Counter(sizes[number] for number in numbers if number in sizes).items():
         keys = of_size.get(size, [])
         if len(keys) < states:
-            message = (
-                f"expected at most {len(keys)} states of shape {format_size(size)} as in the model, found {states}"
-            )
-            raise Unsupported(message, hint=_HINT)
+            expected = f"expected at most {len(keys)} states of shape {format_size(size)} as in the model"
+            raise Unsupported(f"{expected}, found {states}", hint=_HINT)
         if len(keys) > 1:
-            message = (
-                f"this parameter and `{keys[1]!s}` have the same shape {format_size(size)}, "
-                f"and no file says which state "
-                "belongs to which"
-            )
-            raise Unsupported(message, tensor=str(keys[0]))
+            both = f"this parameter and `{keys[1]!s}` have the same shape {format_size(size)}"
+            raise Unsupported(f"{both}, and no file says which state belongs to which", tensor=str(keys[0]))
         assigned[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
     unknown = [number for number in numbers if number not in sizes]
     unassigned = [key for key in parameters if key not in assigned.values()]
@@ -125,7 +119,17 @@ def partial_model_error(keys: set[Key], models: Sequence[Mapping[Key, Size]]) ->
 def match_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:
     """Return the parameter of each index, as `match_in_order`, for a model in which some `parameters` may be frozen."""
     check_indices(groups, sizes)
-    return match_in_order(groups, sizes, choose_trained(groups, sizes, parameters))
+    numbers = list(chain.from_iterable(groups))
+    if len(parameters) == len(numbers) or any(number not in sizes for number in numbers):
+        return match_in_order(groups, sizes, parameters)
+    wanted = Counter(sizes[number] for number in numbers)
+    available = Counter(size for size in parameters.values() if size in wanted)
+    for size, states in wanted.items():
+        if available[size] != states:
+            expected = f"expected {available[size]} states of shape {format_size(size)} as in the model"
+            hint = f"{_HINT}, and whether a part was frozen"
+            raise Unsupported(f"{expected}, found {count(states, 'state')} in the optimizer", hint=hint)
+    return match_in_order(groups, sizes, {key: size for key, size in parameters.items() if size in wanted})
 
 
 def is_counted_from_zero(groups: Groups) -> bool:
@@ -142,27 +146,6 @@ def check_indices(groups: Groups, used: Collection[int] = ()) -> None:
     strays = set(used) - times.keys()
     if strays:
         raise Corrupt(f"the optimizer has a state for parameter {min(strays)}, but no group contains the parameter")
-
-
-def choose_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[Key, Size]:
-    """Return the parameters that the indices can mean. Raises `Unsupported` if nothing says which was trained."""
-    numbers = list(chain.from_iterable(groups))
-    if len(parameters) == len(numbers) or any(number not in sizes for number in numbers):
-        return dict(parameters)
-    wanted = Counter(sizes[number] for number in numbers)
-    available = Counter(size for size in parameters.values() if size in wanted)
-    for size, states in wanted.items():
-        if available[size] != states:
-            states_text = count(states, "state")
-            message = (
-                f"expected {available[size]} states of shape {format_size(size)} as in the model, found "
-                f"{states_text} in "
-                "the optimizer"
-            )
-            raise Unsupported(
-                message, hint="check that the optimizer belongs to this model, and whether a part was frozen"
-            )
-    return {key: size for key, size in parameters.items() if size in wanted}
 
 
 class Way(NamedTuple):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ckptkit.layout.box import Box
 from ckptkit.layout.casting import widen_into
-from ckptkit.layout.distance import Distance, Index, Tolerance
+from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.moments import sum_of_squares
 from ckptkit.layout.small_floats import SMALL_FLOATS
@@ -83,7 +83,10 @@ def _distance_of_part(
     if tolerance is None and a[1] == b[1]:
         is_different = _bits_differ(a, b)
     else:
-        is_different = np.logical_not(_are_close(x, y, gaps, tolerance or Tolerance()))
+        tolerance = tolerance or Tolerance()
+        room = tolerance.atol + tolerance.rtol * np.abs(_widen(y))
+        is_close: Array = (x == y) | (np.isfinite(gaps) & (gaps <= room)) | (np.isnan(x) & np.isnan(y))
+        is_different = np.logical_not(is_close)
     wide = gaps.astype(np.float64, copy=False)
     gap, strange = _dot(wide), 0
     if not np.isfinite(gap):
@@ -93,7 +96,10 @@ def _distance_of_part(
         gap = _dot(gaps)
     if is_different.ndim == 2:
         is_different = _any_in_row(is_different)
-    at = int(is_different.argmax())
+    first, at = None, int(is_different.argmax())
+    if is_different[at]:
+        index = np.unravel_index(start + at, box.size) if box.size else ()
+        first = tuple(low + int(i) for low, i in zip(box.start, index, strict=True))
     return Distance(
         elements=len(is_different),
         different=int(np.count_nonzero(is_different)),
@@ -102,13 +108,8 @@ def _distance_of_part(
         gap=gap,
         size_a=_squares(_widen(x)),
         size_b=_squares(_widen(y)),
-        first=index_in_tensor(box, start + at) if is_different[at] else None,
+        first=first,
     )
-
-
-def index_in_tensor(box: Box, flat_index: int) -> Index:
-    index = np.unravel_index(flat_index, box.size) if box.size else ()
-    return tuple(low + int(i) for low, i in zip(box.start, index, strict=True))
 
 
 def _numbers(elements: Elements, memory: Array) -> Array:
@@ -163,12 +164,6 @@ def _bits_differ(a: Elements, b: Elements) -> Array:
 def _any_in_row(table: Array) -> Array:
     any_set: Array = np.logical_or.reduce(table, axis=1)
     return any_set
-
-
-def _are_close(x: Array, y: Array, gaps: Array, tolerance: Tolerance) -> Array:
-    room = tolerance.atol + tolerance.rtol * np.abs(_widen(y))
-    close: Array = (x == y) | (np.isfinite(gaps) & (gaps <= room)) | (np.isnan(x) & np.isnan(y))
-    return close
 
 
 def _widen(numbers: Array) -> Array:

@@ -8,7 +8,7 @@ axis: it takes its shard of each of `stride` pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -54,8 +54,14 @@ def local_shape_and_boxes(
         if shard is not None:
             runs[shard.dim] = strided_shard_of(runs[shard.dim], mesh[axis], coordinate[axis], shard.stride)
     local_shape = tuple(sum(count for _, count in along) for along in runs)
-    ends = [along or [(extent, 0)] for along, extent in zip(runs, shape, strict=True)]
-    return local_shape, list(boxes_of_ranges(ends))
+    ranges_by_dim = [along or [(extent, 0)] for along, extent in zip(runs, shape, strict=True)]
+    starts = [[0, *accumulate(count for _, count in along)] for along in ranges_by_dim]
+    boxes = []
+    for index in product(*(range(len(along)) for along in ranges_by_dim)):
+        chosen = [along[i] for along, i in zip(ranges_by_dim, index, strict=True)]
+        box = Box(tuple(first for first, _ in chosen), tuple(count for _, count in chosen))
+        boxes.append(PlacedBox(box, tuple(along[i] for along, i in zip(starts, index, strict=True))))
+    return local_shape, boxes
 
 
 def mesh_axis_order_and_shards(
@@ -81,15 +87,6 @@ def mesh_axis_order_and_shards(
                 return range(len(mesh)), placements
         order.insert(before, axis)
     return order, [shard and Shard(shard.dim) for shard in placements]
-
-
-def boxes_of_ranges(ranges_by_dim: Sequence[Sequence[Run]]) -> Iterator[PlacedBox]:
-    """Yield the boxes that the index ranges along each dimension form."""
-    starts = [[0, *accumulate(count for _, count in along)] for along in ranges_by_dim]
-    for index in product(*(range(len(along)) for along in ranges_by_dim)):
-        chosen = [along[i] for along, i in zip(ranges_by_dim, index, strict=True)]
-        box = Box(tuple(first for first, _ in chosen), tuple(count for _, count in chosen))
-        yield PlacedBox(box, tuple(along[i] for along, i in zip(starts, index, strict=True)))
 
 
 def strided_shard_of(ranges: Sequence[Run], shard_count: int, index: int, stride: int) -> list[Run]:

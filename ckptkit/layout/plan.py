@@ -134,12 +134,11 @@ class Plan:
 
 def not_located_error(layout: Layout, chunk: Chunk, name: str) -> Usage:
     """Return the error for a chunk that is not located, or whose bytes are lost."""
-    message = (
-        f"expected the elements at {chunk.offset}, found the envelope `{chunk.wrapper}`, which must be opened first"
-    )
-    hint = "call `ckptkit.formats.locate_all_chunks` before you plan, read or compare a layout"
-    if chunk.wrapper is None:
-        message, hint = "the bytes of a chunk are lost or unreadable", "drop the tensor before planning"
+    message, hint = "the bytes of a chunk are lost or unreadable", "drop the tensor before planning"
+    if chunk.wrapper is not None:
+        found = f"found the envelope `{chunk.wrapper}`, which must be opened first"
+        message = f"expected the elements at {chunk.offset}, {found}"
+        hint = "call `ckptkit.formats.locate_all_chunks` before you plan, read or compare a layout"
     return Usage(message, path=layout.root / chunk.path, tensor=name, offset=chunk.offset, hint=hint)
 
 
@@ -154,9 +153,15 @@ def make_plan(
     targets: list[Target] = []
     for name, wanted in dst.tensors.items():
         recipe = (recipes or {}).get(name)
-        if recipe is None:
-            require_source_tensor(name, wanted.spec, src)
-        targets.extend(targets_for(name, wanted, [src] if recipe is None else sources, recipe))
+        if recipe is not None:
+            targets.extend(targets_for(name, wanted, sources, recipe))
+            continue
+        tensor = src.tensors.get(name)
+        if tensor is None:
+            raise Mismatch("the source does not have this tensor", path=src.path, tensor=name)
+        if tensor.spec != wanted.spec:
+            raise Mismatch(f"expected {wanted.spec}, found {tensor.spec}", path=src.path, tensor=name)
+        targets.extend(targets_for(name, wanted, [src]))
     targets += [target for name, blob in dst.blobs.items() if (target := find_blob_target(name, blob, src)) is not None]
     return Plan(src, dst, in_file_order(targets), tuple(others))
 
@@ -174,37 +179,22 @@ def filled_entries_in_order(dst: Layout, src: Layout) -> list[tuple[FileOffset, 
 
 def restrict_to_needed(src: Layout, dst: Layout, always_needed: Container[str] = ()) -> Layout:
     """Return the part of `src` that fills `dst`, which has the same names, and all tensors in `always_needed`."""
-    tensors = {
-        name: restrict_chunks_to(src.tensors[name], wanted)
-        for name, wanted in dst.tensors.items()
-        if name in src.tensors
-    }
+    tensors: dict[str, StoredTensor] = {}
+    for name, wanted in dst.tensors.items():
+        if (tensor := src.tensors.get(name)) is not None:
+            cut = wanted if tensor.splits is None else with_split_chunks(wanted, tensor.splits)
+            index = BoxIndex([chunk.box for chunk in tensor.chunks])
+            needed = {i for chunk in cut.chunks for i, _ in index.intersections_with(chunk.box)}
+            tensors[name] = replace(tensor, chunks=tuple(tensor.chunks[i] for i in sorted(needed)))
     tensors |= {name: tensor for name, tensor in src.tensors.items() if name in always_needed}
     blobs = {name: blob for name, blob in src.blobs.items() if name in dst.blobs}
     return replace(src, tensors=tensors, blobs=blobs)
-
-
-def restrict_chunks_to(tensor: StoredTensor, wanted: StoredTensor) -> StoredTensor:
-    """Return a tensor with only those of its chunks that intersect any of the wanted ones."""
-    cut = wanted if tensor.splits is None else with_split_chunks(wanted, tensor.splits)
-    index = BoxIndex([chunk.box for chunk in tensor.chunks])
-    indices = {i for chunk in cut.chunks for i, _ in index.intersections_with(chunk.box)}
-    return replace(tensor, chunks=tuple(tensor.chunks[i] for i in sorted(indices)))
 
 
 def plan_full_read(layout: Layout) -> Plan:
     """Return the plan that reads every chunk of a layout unchanged, in the order of its files."""
     chunks = ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if chunk.box.numel)
     return Plan(layout, layout, in_file_order(self_copy_target(name, chunk) for name, chunk in chunks))
-
-
-def require_source_tensor(name: str, wanted: Spec, layout: Layout) -> None:
-    """Raise `Mismatch` unless a layout has the tensor in the wanted shape and dtype."""
-    tensor = layout.tensors.get(name)
-    if tensor is None:
-        raise Mismatch("the source does not have this tensor", path=layout.path, tensor=name)
-    if tensor.spec != wanted:
-        raise Mismatch(f"expected {wanted}, found {tensor.spec}", path=layout.path, tensor=name)
 
 
 def targets_for(
@@ -216,7 +206,12 @@ def targets_for(
     if recipe is not None:
         check_operands(wanted.spec, operands, sources)
     tensors = [sources[operand.source].tensors[operand.name] for operand in operands]
-    wanted, *tensors = split_axes_alike(wanted, tensors, operands)
+    # split the axes of all tensors alike; none if an operand has other boxes
+    splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
+    if any(operand.region is not unchanged_box for operand in operands):
+        wanted, *tensors = map(with_unsplit_chunks, (wanted, *tensors))
+    elif splits is not None:
+        wanted, *tensors = (with_split_chunks(tensor, splits) for tensor in (wanted, *tensors))
     indices = [BoxIndex([chunk.box for chunk in tensor.chunks]) for tensor in tensors]
     for chunk in wanted.chunks:
         if not chunk.box.numel:
@@ -245,18 +240,6 @@ def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[
         if not (is_alike and (spec.dtype == operand.dtype or spec.dtype.is_castable_to(operand.dtype))):
             message = f"expected {operand.dtype} for {wanted}, found {spec}"
             raise Mismatch(message, path=layout.path, tensor=operand.name)
-
-
-def split_axes_alike(
-    wanted: StoredTensor, tensors: Sequence[StoredTensor], operands: Sequence[Operand]
-) -> list[StoredTensor]:
-    """Return a tensor and its operands with the same axes split; with none split if an operand has other boxes."""
-    if any(operand.region is not unchanged_box for operand in operands):
-        return [with_unsplit_chunks(tensor) for tensor in (wanted, *tensors)]
-    splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
-    if splits is None:
-        return [wanted, *tensors]
-    return [with_split_chunks(tensor, splits) for tensor in (wanted, *tensors)]
 
 
 def find_blob_target(name: str, wanted: Blob, src: Layout) -> Target | None:

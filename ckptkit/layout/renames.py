@@ -30,12 +30,6 @@ class WordChange:
     new: Words
     at_start: bool
 
-    def find_new_name(self, name: Words) -> Words | None:
-        """Return the new name, None for a name without the old words."""
-        places = range(1 if self.at_start else len(name))
-        at = next((i for i in places if name[i : i + len(self.old)] == self.old), None)
-        return None if at is None else (*name[:at], *self.new, *name[at + len(self.old) :])
-
 
 Renaming = tuple[WordChange, ...]
 
@@ -55,7 +49,11 @@ class Explained:
 def match_names_by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
     """Return our names, each with the name in `theirs` of a tensor of the same shape into which a rule renames it."""
     renamed: dict[str, str] = {}
-    votes = Counter(rule for pair in suggest_pairs(ours, theirs) if (rule := rule_between(*pair)))
+    votes: Counter[Renaming] = Counter()
+    for pair in suggest_pairs(ours, theirs):
+        changes = word_changes_between(*pair)
+        if not all(word.isdecimal() for change in changes for word in change.old + change.new):
+            votes[changes] += 1
     for rule, _ in votes.most_common(_MOST_TRIED):
         taken = set(renamed.values())
         pairs = {
@@ -79,13 +77,6 @@ def suggest_pairs(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
         yield from zip(our_names, their_names, strict=False)
 
 
-def rule_between(old: str, new: str) -> Renaming:
-    """Return how one name becomes the other, word by word; () if they differ only in numbers."""
-    changes = word_changes_between(old, new)
-    words = [word for change in changes for word in change.old + change.new]
-    return () if all(word.isdecimal() for word in words) else changes
-
-
 def word_changes_between(old: str, new: str) -> Renaming:
     """Return the differences between two names as word sequences. Inserted words join the word before them."""
     a, b = tuple(old.split(".")), tuple(new.split("."))
@@ -99,10 +90,14 @@ def word_changes_between(old: str, new: str) -> Renaming:
 
 def apply_rule(rule: Renaming, name: str) -> str:
     """Return the new name, or the old name if the rule does not apply."""
-    words: Words | None = tuple(name.split("."))
+    words = tuple(name.split("."))
     for change in rule:
-        words = change.find_new_name(words) if words is not None else None
-    return name if words is None else ".".join(words)
+        places = range(1 if change.at_start else len(words))
+        at = next((i for i in places if words[i : i + len(change.old)] == change.old), None)
+        if at is None:
+            return name
+        words = (*words[:at], *change.new, *words[at + len(change.old) :])
+    return ".".join(words)
 
 
 def fold_numbers(name: str) -> str:
@@ -135,27 +130,23 @@ def explain_renames(renamed: Mapping[str, str]) -> list[Explained]:
 
 
 def group_by_change(pairs: Mapping[str, str]) -> Iterator[tuple[Explained, tuple[str, ...]]]:
-    """Yield each kind of change, with the old names that change that way."""
+    """Yield each kind of change, with the old names that change that way.
+
+    It shows full names, names with `*` for numbers, or the words that change.
+    """
     groups: dict[Renaming, dict[str, str]] = {}
     for old, new in pairs.items():
         groups.setdefault(word_changes_between(old, new), {})[old] = new
     for rule, members in groups.items():
-        yield describe_renaming(rule, list(members.items())), tuple(members)
-
-
-def describe_renaming(rule: Renaming, pairs: Sequence[tuple[str, str]]) -> Explained:
-    """Return the full names, the names with `*` for numbers, or the words that change."""
-    olds, news = zip(*pairs, strict=True)
-    if len({fold_numbers(old) for old in olds}) == 1:
-        is_single = len(pairs) == 1
-        return Explained(
-            olds[0] if is_single else fold_numbers(olds[0]), news[0] if is_single else fold_numbers(news[0]), len(pairs)
-        )
-    return Explained(
-        glob_of_words([change.old for change in rule], rule[0].at_start, olds),
-        glob_of_words([change.new for change in rule], rule[0].at_start, news),
-        len(pairs),
-    )
+        olds, news = tuple(members), tuple(members.values())
+        if len(members) == 1:
+            old, new = olds[0], news[0]
+        elif len(set(map(fold_numbers, olds))) == 1:
+            old, new = fold_numbers(olds[0]), fold_numbers(news[0])
+        else:
+            old = glob_of_words([change.old for change in rule], rule[0].at_start, olds)
+            new = glob_of_words([change.new for change in rule], rule[0].at_start, news)
+        yield Explained(old, new, len(members)), olds
 
 
 def glob_of_words(word_sequences: Sequence[Words], at_start: bool, names: Sequence[str]) -> str:
@@ -226,23 +217,16 @@ def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:
     """Yield globs that match all names and no others: of whole modules, or of one tensor in all layers, if possible."""
     remaining = dict.fromkeys(names)
     while remaining:
-        matches = {
-            glob: names_matching(glob, remaining)
-            for glob in candidate_globs(next(iter(remaining)))
-            if not names_matching(glob, others)
-        }
+        # the name itself, with `*` for its numbers, and its modules, innermost first
+        name = escape(next(iter(remaining)))
+        words = name.split(".")
+        modules = (".".join([*words[:end], "*"]) for end in range(len(words) - 1, 0, -1))
+        globs = [glob for glob in (name, fold_numbers(name), *modules) if not names_matching(glob, others)]
+        matches = {glob: names_matching(glob, remaining) for glob in globs}
         best = max(matches, key=lambda glob: len(matches[glob]))
         yield best
-        for name in matches[best]:
-            del remaining[name]
-
-
-def candidate_globs(name: str) -> Iterator[str]:
-    """Yield globs for a name: itself, with `*` for its numbers, and its modules, innermost first."""
-    yield escape(name)
-    yield fold_numbers(escape(name))
-    words = escape(name).split(".")
-    yield from (".".join([*words[:end], "*"]) for end in range(len(words) - 1, 0, -1))
+        for matched in matches[best]:
+            del remaining[matched]
 
 
 def names_matching(glob: str, names: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Mismatch, Unsupported
@@ -70,7 +70,20 @@ def match_with_prefix(
 ) -> list[dict[int, str]]:
     """Return each assignment that fits all sizes if one prefix is added to all names, or removed from all."""
     own = raw_names_by_bare_name(parameters)
-    ways = matches_with_other_prefix({number: model_name_of(name, own) for number, name in recorded.items()}, own)
+    wanted = {number: model_name_of(name, own) for number, name in recorded.items()}
+    first = next(iter(wanted.values()), "")
+    added = [name.removesuffix(first) for name in own if name.endswith(f".{first}")]
+    ways = [
+        {number: own[prefix + name] for number, name in wanted.items()}
+        for prefix in added
+        if all(prefix + name in own for name in wanted.values())
+    ]
+    removed = [first[: dot + 1] for dot, letter in enumerate(first) if letter == "."]
+    ways += [
+        {number: own[name.removeprefix(prefix)] for number, name in wanted.items()}
+        for prefix in removed
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in own for name in wanted.values())
+    ]
     return [matched for matched in ways if not find_unequal_sizes(matched, size_by_index, parameters)]
 
 
@@ -97,17 +110,6 @@ def find_unequal_sizes(
     return [
         number for number, name in matched.items() if size_by_index.get(number, parameters[name]) != parameters[name]
     ]
-
-
-def matches_with_other_prefix(wanted: Mapping[int, str], own: Mapping[str, str]) -> Iterator[dict[int, str]]:
-    """Yield the parameters of the indices if one prefix is added to all names, or removed from all."""
-    first = next(iter(wanted.values()), "")
-    for prefix in [name.removesuffix(first) for name in own if name.endswith(f".{first}")]:
-        if all(prefix + name in own for name in wanted.values()):
-            yield {number: own[prefix + name] for number, name in wanted.items()}
-    for prefix in [first[: dot + 1] for dot, letter in enumerate(first) if letter == "."]:
-        if all(name.startswith(prefix) and name.removeprefix(prefix) in own for name in wanted.values()):
-            yield {number: own[name.removeprefix(prefix)] for number, name in wanted.items()}
 
 
 class WrapperPrefix(NamedTuple):

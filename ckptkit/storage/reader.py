@@ -36,7 +36,7 @@ from ckptkit.engine.visit import Worker
 from ckptkit.errors import CkptError, Usage, errors_at
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.io.path import to_path
-from ckptkit.layout import OWN, Chunk, KeyPath, Layout, Spec, StoredTensor, edits, plain_key
+from ckptkit.layout import OWN, Chunk, KeyPath, Layout, Spec, StoredTensor, edits
 from ckptkit.layout.box import Box
 from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed
 from ckptkit.models.fit import restore_tied
@@ -102,7 +102,8 @@ class LayoutReader(StorageReader):
                 properties = TensorProperties(dtype=getattr(torch, tensor.spec.dtype.name))
                 entries[name] = TensorStorageMetadata(properties, size, [chunk])
             entries.update({name: BytesStorageMetadata() for name in layout.blobs})
-            keys |= {name: plain_key(layout.key(name)) for name in layout.names}
+            for name in layout.names:  # torch has a plain string for every key of a dict
+                keys[name] = tuple(str(step) if isinstance(step, str) else int(step) for step in layout.key(name))
         return Metadata(entries, planner_data=keys)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
