@@ -27,7 +27,14 @@ from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
 from ckptkit.formats import get_writer
 from ckptkit.formats.dcp.read_metadata import METADATA, entries_file_name, tensors_file_name
-from ckptkit.formats.dcp.shards import ShardItem, bytes_around_data, checksum_of_items, lay_out, size_of_file
+from ckptkit.formats.dcp.shards import (
+    ShardItem,
+    append_item,
+    bytes_around_data,
+    checksum_of_items,
+    size_of_file,
+    template_of_chunk,
+)
 from ckptkit.formats.dcp.write_metadata import dump_metadata
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.destination import (
@@ -39,7 +46,7 @@ from ckptkit.io.destination import (
 )
 from ckptkit.io.file import destination_exists_error
 from ckptkit.io.path import drop_cached_listing, is_remote
-from ckptkit.layout import Blob, Layout
+from ckptkit.layout import Blob, Layout, StoredTensor
 from ckptkit.layout.box import cut_box, full_box
 from ckptkit.storage.memory import Buffers, read_row_major, view_of_box
 from ckptkit.storage.plans import (
@@ -201,8 +208,13 @@ def require_no_checkpoint_at(path: Path) -> None:
 
 
 def lay_out_items(tensors: Iterable[WriteItem]) -> list[ShardItem]:
-    """Return the positions of a rank's tensors in its file."""
-    return lay_out((item.index.fqn, *spec_and_box_of_item(item)) for item in tensors)
+    """Return the positions of a rank's tensors in its file. Raises `Unsupported` for a quantized dtype."""
+    items: list[ShardItem] = []
+    for tensor in tensors:
+        name, (spec, box) = tensor.index.fqn, spec_and_box_of_item(tensor)
+        envelope = template_of_chunk(name, StoredTensor(spec, ()), box)
+        append_item(items, name, box, envelope.nbytes, envelope)
+    return items
 
 
 def send_tensors(

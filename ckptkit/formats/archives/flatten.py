@@ -57,7 +57,13 @@ def build_nested(node: Tree | str, value_of: Callable[[str], Any]) -> Any:
     positions = [step for step in node if isinstance(step, int)]
     if not positions:
         nested = {dict_key_of(step): build_nested(child, value_of) for step, child in node.items()}
-        return with_integer_state_keys(nested)
+        groups, state = nested.get("param_groups"), nested.get("state")
+        # key paths have text for the integer keys of a dict, but torch's optimizers look for their state under integers
+        if isinstance(groups, list) and isinstance(state, dict):
+            lists = [group.get("params") for group in groups if isinstance(group, dict)]
+            numbers = {str(n): n for params in lists if isinstance(params, list) for n in params if type(n) is int}
+            nested["state"] = {numbers.get(key, key): child for key, child in state.items()}
+        return nested
     if len(positions) < len(node):
         at_index, at_key = (next(node[step] for step in node if isinstance(step, kind)) for kind in (int, str))
         raise clash_error(at_index, first_name_below(at_key))
@@ -98,19 +104,6 @@ def first_name_below(node: Tree | str) -> str:
     while not isinstance(node, str):
         node = next(iter(node.values()))
     return node
-
-
-def with_integer_state_keys(nested: dict[Any, Any]) -> dict[Any, Any]:
-    """Return an optimizer's dict whose `state` has the same keys as its `params`: integers, if these are integers.
-
-    Key paths contain integer keys of a dict as strings, but torch's optimizers look for their state under integers.
-    """
-    groups, state = nested.get("param_groups"), nested.get("state")
-    if isinstance(groups, list) and isinstance(state, dict):
-        lists = [group.get("params") for group in groups if isinstance(group, dict)]
-        numbers = {str(n): n for params in lists if isinstance(params, list) for n in params if type(n) is int}
-        nested["state"] = {numbers.get(key, key): child for key, child in state.items()}
-    return nested
 
 
 DEEPEST = 64  # levels of nesting
@@ -187,12 +180,10 @@ class Flattening:
     def members(self, state: Any) -> list[tuple[str | int, Any]]:
         """Return the members of a state dict, as `find_children` does. Raises `Unsupported` for any other object."""
         children = self.find_children(state) if find_dict_items(state) != [] else []
-        if children is None and is_pickled_module(state):
-            raise pickled_module_error(state)
         if children is None:
-            raise Unsupported(
-                f"expected a state dict, found {describe_pickled_type(state)}", hint="save its `state_dict()`"
-            )
+            refuse_pickled_module(state)
+            message = f"expected a state dict, found {describe_pickled_type(state)}"
+            raise Unsupported(message, hint="save its `state_dict()`")
         return children
 
     def find_children(self, value: Any) -> list[tuple[str | int, Any]] | None:
@@ -201,7 +192,10 @@ class Flattening:
         steps = [step for key, _ in pairs or () if (step := step_of_dict_key(key)) is not None]
         if pairs and len(steps) == len(pairs):
             return [(step, child) for step, (_, child) in zip(steps, pairs, strict=True)]
-        if not is_list_to_flatten(value):
+        # a list with a dict in it or in nested lists, or a list or tuple with a tensor at any depth
+        lists = inert_pickle.walk_members(value, lambda member: member if isinstance(member, list) else ())
+        has_dict = isinstance(value, list) and any(find_dict_items(member) is not None for member in lists)
+        if not has_dict and not (isinstance(value, (list, tuple)) and contains_tensor(value)):
             return None
         return [(TuplePlace(i) if isinstance(value, tuple) else i, child) for i, child in enumerate(value)]
 
@@ -229,8 +223,7 @@ class Flattening:
 
     def make_blob(self, value: Any) -> Blob:
         """Return a non-tensor value with its own pickle."""
-        if is_pickled_module(value):
-            raise pickled_module_error(value)
+        refuse_pickled_module(value)
         if contains_tensor(value):
             hint = "save the tensor in a dict, under a name"
             raise Unsupported(f"ckptkit does not read a tensor inside {describe_pickled_type(value)}", hint=hint)
@@ -246,28 +239,16 @@ class Flattening:
             raise Unsupported(f"a pickle of {size} bytes expands to more than {_EXPANSION} times its size")
 
 
-def is_list_to_flatten(value: Any) -> bool:
-    """Return True for a list with a dict in it or in nested lists, or a list or tuple with a tensor at any depth."""
-    if isinstance(value, list):
-        lists = inert_pickle.walk_members(value, lambda member: member if isinstance(member, list) else ())
-        return any(find_dict_items(member) is not None for member in lists) or contains_tensor(value)
-    return isinstance(value, tuple) and contains_tensor(value)
-
-
 def contains_tensor(value: Any) -> bool:
     return any(is_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk_members(value))
 
 
-def is_pickled_module(value: Any) -> bool:
-    """Return whether a pickled value is a `torch.nn.Module`."""
+def refuse_pickled_module(value: Any) -> None:
+    """Raise `Unsupported` for a `torch.nn.Module` that was pickled as an object, which only its own code can load."""
     state = value.state if isinstance(value, Record) else None
-    return isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys()
-
-
-def pickled_module_error(value: Any) -> Unsupported:
-    """Return the error for a module that was pickled as an object, which only its own code can load."""
-    hint = "load it with `torch.load(..., weights_only=False)`, which runs its code, and save its `state_dict()`"
-    return Unsupported(f"expected a state dict, found a pickled module, {describe_pickled_type(value)}", hint=hint)
+    if isinstance(state, dict) and {"_parameters", "_modules"} <= state.keys():
+        hint = "load it with `torch.load(..., weights_only=False)`, which runs its code, and save its `state_dict()`"
+        raise Unsupported(f"expected a state dict, found a pickled module, {describe_pickled_type(value)}", hint=hint)
 
 
 def find_dict_items(value: Any) -> list[tuple[Any, Any]] | None:

@@ -23,7 +23,7 @@ from ckptkit.formats.archives.zip_entries import (
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
 from ckptkit.io.ranges import Range, iterate_with_prefetch
-from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
+from ckptkit.layout import Blob, Chunk, Layout, Spec
 from ckptkit.layout.gc_pause import collector_paused
 
 ENVELOPE = "torch.save"  # the wrapper of a chunk that can be located here; any other is the name of a transform
@@ -43,52 +43,39 @@ def locate_in_archives(
     in `skipped_wrappers` are skipped without a report. Chunks without a wrapper need no search.
     """
     with OpenFiles(layout.root, in_order=False) as files, collector_paused():
-        tensors = {**layout.tensors, **locate_archived_chunks(layout, {None, *skipped_wrappers}, files, report)}
+        located = {
+            name: [chunk._replace(length=0, where=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
+            for name, tensor in layout.tensors.items()
+            if any(chunk.where is not None for chunk in tensor.chunks)
+        }
+        places: dict[str, list[tuple[int, int, str, int]]] = {}
+        skipped = {None, *skipped_wrappers}
+        for name, chunks in located.items():
+            for i, chunk in enumerate(chunks):
+                if chunk.wrapper not in skipped:
+                    places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
+        in_order = ((path, *place) for path in sorted(places) for place in sorted(places.pop(path)))
+        ahead, templates = ReadAhead(files), ArchiveTemplates()
+        for path, *_, name, i in iterate_with_prefetch(
+            layout.root, in_order, lambda place: head_and_tail_ranges(*place[:3])
+        ):
+            chunk = located[name][i]
+            try:
+                if chunk.wrapper != ENVELOPE:
+                    hint = "save the checkpoint again without `_extensions`" if chunk.wrapper else None
+                    raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
+                located[name][i] = locate_in_own_archive(chunk, ahead, templates)
+            except CkptError as error:
+                report(error.blame(path=layout.root / path, tensor=name, offset=chunk.offset))
+        tensors = {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in located.items()}
         blobs = {name: with_verified_checksum(layout, name, files, report) for name in layout.blobs}
-    return replace(layout, tensors=tensors, blobs=blobs)
-
-
-def locate_archived_chunks(
-    layout: Layout, skipped_wrappers: Collection[str | None], files: OpenFiles, report: Report
-) -> dict[str, StoredTensor]:
-    """Return the tensors with their chunks located, except `skipped_wrappers`. Opens each file once."""
-    located = {
-        name: [chunk._replace(length=0, where=None) if 0 in chunk.box.size else chunk for chunk in tensor.chunks]
-        for name, tensor in layout.tensors.items()
-        if any(chunk.where is not None for chunk in tensor.chunks)
-    }
-    places: dict[str, list[tuple[int, int, str, int]]] = {}
-    for name, chunks in located.items():
-        for i, chunk in enumerate(chunks):
-            if chunk.wrapper not in skipped_wrappers:
-                places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
-    ahead, templates = ReadAhead(files), ArchiveTemplates()
-    in_order = ((path, *location) for path in sorted(places) for location in sorted(places.pop(path)))
-    for *_, name, i in iterate_with_prefetch(
-        layout.root, in_order, lambda location: head_and_tail_ranges(*location[:3])
-    ):
-        located[name][i] = locate_chunk(layout, name, located[name][i], ahead, templates, report)
-    return {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in located.items()}
+    return replace(layout, tensors={**layout.tensors, **tensors}, blobs=blobs)
 
 
 def head_and_tail_ranges(path: str, offset: int, length: int) -> tuple[Range, Range]:
     """Return the byte ranges that are read to locate an archive's contents: its first and its last bytes."""
     end = offset + length
     return (path, offset, min(end, offset + GLANCE)), (path, max(offset, end - GLANCE), end)
-
-
-def locate_chunk(
-    layout: Layout, name: str, chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates, report: Report
-) -> Chunk:
-    """Return the chunk with offset, length, order and CRC-32 of its bytes. Reports an error; the chunk then stays."""
-    try:
-        if chunk.wrapper != ENVELOPE:
-            hint = "save the checkpoint again without `_extensions`" if chunk.wrapper else None
-            raise Unsupported(f"stored through the transform `{chunk.wrapper}`", hint=hint)
-        return locate_in_own_archive(chunk, files, templates)
-    except CkptError as error:
-        report(error.blame(path=layout.root / chunk.path, tensor=name, offset=chunk.offset))
-        return chunk
 
 
 def locate_in_own_archive(chunk: Chunk, files: ReadAhead, templates: ArchiveTemplates) -> Chunk:

@@ -65,18 +65,27 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
         raise Unsupported(f"expected version {_VERSION} of torch.save's old format, found another version")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise Unsupported("the file was saved in big-endian byte order")
-    start = pickled.at
+    begin = pickled.at
     state = pickled.read_next_pickle()
-    entries = {"data.pkl": ZipEntry(start, pickled.at - start, 0)}
+    entries = {"data.pkl": ZipEntry(begin, pickled.at - begin, 0)}
     keys = pickled.read_next_pickle()
     sizes = storage_sizes(state)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(sizes):
         raise Corrupt("the storages in the file's list differ from the storages that its tensors use")
     at = pickled.at
     for key in keys:
-        entry = locate_legacy_storage(read, at, length, *sizes[key])
-        entries[f"data/{key}"] = entry
-        at = entry.offset + entry.length
+        numel, itemsize = sizes[key]
+        start, nbytes = at + _COUNT_BYTES, numel * itemsize
+        if start > length:
+            raise Corrupt(f"expected a storage at byte {at}, found the end of the file at byte {length}")
+        count = int.from_bytes(read(at, _COUNT_BYTES), "little")
+        if count != numel:
+            raise Corrupt(f"expected {numel} elements in the storage at byte {at}, found {count}")
+        if start + nbytes > length:
+            found = f"found the end of the file at byte {length}"
+            raise Corrupt(f"expected a storage of {nbytes} bytes at byte {start}, {found}")
+        entries[f"data/{key}"] = ZipEntry(start, nbytes, 0)
+        at = start + nbytes
     return state, entries
 
 
@@ -94,21 +103,6 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
         if type(key) is not str or sizes.setdefault(key, size) != size:
             raise Corrupt("two tensors share a storage, but describe it differently")
     return sizes
-
-
-def locate_legacy_storage(read: ReadAt, offset: int, length: int, numel: int, itemsize: int) -> ZipEntry:
-    """Return the location of the storage of `numel` elements whose element count is at byte `offset` of the file."""
-    start = offset + _COUNT_BYTES
-    if start > length:
-        raise Corrupt(f"expected a storage at byte {offset}, found the end of the file at byte {length}")
-    count = int.from_bytes(read(offset, _COUNT_BYTES), "little")
-    if count != numel:
-        raise Corrupt(f"expected {numel} elements in the storage at byte {offset}, found {count}")
-    nbytes = count * itemsize
-    if start + nbytes > length:
-        found = f"found the end of the file at byte {length}"
-        raise Corrupt(f"expected a storage of {nbytes} bytes at byte {start}, {found}")
-    return ZipEntry(start, nbytes, 0)
 
 
 class _Pickles:
@@ -186,8 +180,8 @@ def entry_locations(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     head = read(0, min(length, HEAD))
     if is_legacy_torch_save(head):
         return read_legacy(read, length)[1]
-    if not head.startswith(_ZIP) and is_datastates_file(read, length):
-        raise datastates_error()
+    if not head.startswith(_ZIP) and (strange := find_datastates_error(read, length)):
+        raise strange
     if program := find_program_error(read, length):
         raise program
     return read_directory(read, length)
@@ -223,20 +217,18 @@ def find_program_error(read: ReadAt, length: int) -> Unsupported | None:
     return None
 
 
-def is_datastates_file(read: ReadAt, length: int) -> bool:
-    """Return whether DataStates wrote a file: the size of a header, the header in JSON, then tensors and a pickle.
+def find_datastates_error(read: ReadAt, length: int) -> Unsupported | None:
+    """Return the error for a file of DataStates: the size of a header, the header in JSON, then tensors and a pickle.
 
     The header follows its size, or in newer versions begins at byte 4096. Source: llm/datastates/ckpt.py of
     DataStates/datastates-llm.
     """
     size = int.from_bytes(read(0, 8), "little") if length > 8 else 0
     places = (at for at in (8, 4096) if 2 <= size <= min(length - at, _PICKLE_LIMIT))
-    return any((header := read(at, size)).startswith(b"{") and b'"datastates_metadata"' in header for at in places)
-
-
-def datastates_error(path: Path | None = None) -> Unsupported:
+    if not any((header := read(at, size)).startswith(b"{") and b'"datastates_metadata"' in header for at in places):
+        return None
     hint = "load the checkpoint with DataStates' engine, and save it with the default one"
-    return Unsupported("the file is in the format of DataStates, not of torch.save", path=path, hint=hint)
+    return Unsupported("the file is in the format of DataStates, not of torch.save", hint=hint)
 
 
 def find_foreign_file_error(path: Path) -> CkptError | None:
@@ -244,8 +236,8 @@ def find_foreign_file_error(path: Path) -> CkptError | None:
     with opened_torch_save(path) as (read, length):
         if strange := find_wrong_kind_error(read(0, min(length, HEAD)), path):
             return strange
-        if is_datastates_file(read, length):
-            return datastates_error(path)
+        if strange := find_datastates_error(read, length):
+            return strange.blame(path=path)
         try:
             program = find_program_error(read, length) if read(0, min(4, length)) == _ZIP else None
         except (Corrupt, Unsafe, Unsupported):
@@ -270,11 +262,7 @@ def read_raw_pickle(path: Path) -> bytes:
     """Return the unparsed pickle in a file of torch.save, without its storages; empty if the archive has none."""
     with opened_torch_save(path) as (read, length):
         entries = entry_locations(read, length)
-        return (
-            b""
-            if "data.pkl" not in entries
-            else bytes(read_entry_content(read, entries, "data.pkl", limit=_PICKLE_LIMIT))
-        )
+        return read_entry_content(read, entries, "data.pkl", limit=_PICKLE_LIMIT) if "data.pkl" in entries else b""
 
 
 def archive_extents_of(layout: Layout, paths: Iterable[str], report: Report) -> Iterator[Extent]:

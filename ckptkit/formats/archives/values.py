@@ -16,7 +16,7 @@ from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_en
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.io.file import opening, read_at
+from ckptkit.io.file import OpenFiles, opening, read_at
 from ckptkit.layout import Blob
 
 
@@ -33,9 +33,10 @@ def load_value(root: Path, blob: Blob) -> Any:
 def blob_reader(root: Path, blob: Blob) -> tuple[ReadAt, int]:
     """Return a function that reads from a blob, and its size. The blob is read, and decompressed, at once."""
     if blob.wrapper == ZSTD:
-        from ckptkit.formats.archives.zstd import decompress_blob  # few checkpoints are compressed
+        from ckptkit.formats.archives.zstd import decompress, make_decompressor  # few checkpoints are compressed
 
-        data = decompress_blob(root, blob)
+        with OpenFiles(root) as files:
+            data = b"".join(decompress(blob, files, make_decompressor(root)))
     else:
         with opening(root / blob.path) as file:
             data = read_at(file, blob.length, blob.offset)

@@ -50,23 +50,18 @@ class Storages:
     def pickled_value_of(self, name: str) -> Any:
         """Return the tensor or other entry of this name, as `write_pickle.dump` takes it."""
         with errors_at(tensor=name):
-            if name in self.wanted.tensors:
-                return self._make_tensor_record(name, self.wanted.tensors[name])
-            return self._load_entry_value(self.wanted.blobs[name])
-
-    def _make_tensor_record(self, name: str, stored: StoredTensor) -> Record:
-        """Return a tensor with its own storage; tied tensors, which have the same chunks, share one.
-
-        0-d tensors never share: the steps of two parameters may come from one place in the source, but count
-        separately.
-        """
-        identity = stored if stored.spec.shape else (name, stored)
-        key = self._keys.get(identity)
-        if key is None:
-            key = self.add_storage(stored.spec.nbytes)
-            if stored.chunks:
-                self._keys[identity] = key
-        return tensor_rebuild_record(stored.spec, key)
+            stored = self.wanted.tensors.get(name)
+            if stored is None:
+                return self._load_entry_value(self.wanted.blobs[name])
+            # tied tensors, which have the same chunks, share a storage. 0-d tensors never do: the steps of two
+            # parameters may come from one place in the source, but count separately
+            identity = stored if stored.spec.shape else (name, stored)
+            key = self._keys.get(identity)
+            if key is None:
+                key = self.add_storage(stored.spec.nbytes)
+                if stored.chunks:
+                    self._keys[identity] = key
+            return tensor_rebuild_record(stored.spec, key)
 
     def add_storage(self, content: int | bytes) -> str:
         """Return the key of a new storage, given its bytes or its size."""
@@ -180,11 +175,6 @@ def tensor_rebuild_record(spec: Spec, key: str) -> Record:
     return Record(Global("torch._utils", "_rebuild_tensor_v3"), (*view, Global("torch", spec.dtype.name)))
 
 
-def flags_of(length: int) -> int:
-    """Return the flags of an entry: as in torch, CRC and sizes do not follow an empty one."""
-    return _UTF8 | _SIZES_FOLLOW if length else _UTF8
-
-
 class _ArchiveBuilder:
     """Builds an archive from start to end."""
 
@@ -204,8 +194,14 @@ class _ArchiveBuilder:
         """Add an entry with its content, or with room for that many bytes."""
         length = content if isinstance(content, int) else len(content)
         path = f"archive/{name}".encode()
-        header, checksum = self.at, 0
-        self.write_entry_header(path, length)
+        begin, checksum = self.at, 0
+        # as in torch, CRC and sizes do not follow an empty entry
+        flags = _UTF8 | _SIZES_FOLLOW if length else _UTF8
+        extra = b"\x01\x00\x10\x00" + length.to_bytes(8, "little") * 2 if length >= ALL_ONES else b""
+        padding = -(self.at + LOCAL_HEADER.size + len(path) + len(extra) + 4) % _ALIGNMENT
+        extra += b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+        header = LOCAL_HEADER.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra))
+        self.known += header + path + extra
         if isinstance(content, int):
             offset = self.at
             self.parts.append((self.start, bytes(self.known)))
@@ -219,25 +215,12 @@ class _ArchiveBuilder:
         if length:  # torch computes the offset of the next entry, and expects no checksum behind an empty one
             size = Struct("<QQ" if length >= ALL_ONES else "<II")
             self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
-        self.directory += self.directory_record(path, checksum, length, header)
-        self.count += 1
-
-    def write_entry_header(self, path: bytes, length: int) -> None:
-        """Write the header before an entry's content, padded so that the content is aligned."""
-        large = b"\x01\x00\x10\x00" + length.to_bytes(8, "little") * 2 if length >= ALL_ONES else b""
-        padding = -(self.at + LOCAL_HEADER.size + len(path) + len(large) + 4) % _ALIGNMENT
-        extra = large + b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-        header = LOCAL_HEADER.pack(b"PK\x03\x04", 0, flags_of(length), 0, 0, 0, 0, 0, 0, len(path), len(extra))
-        self.known += header + path + extra
-
-    @staticmethod
-    def directory_record(path: bytes, checksum: int, length: int, header: int) -> bytes:
-        wide = [value for value in (length, length, header) if value >= ALL_ONES]
+        wide = [value for value in (length, length, begin) if value >= ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
-        size, header_offset = min(length, ALL_ONES), min(header, ALL_ONES)
-        sizes = (checksum, size, size, len(path), len(extra))
-        fields = (0, 0, flags_of(length), 0, 0, 0, *sizes, 0, 0, 0, 0, header_offset)
-        return DIRECTORY_RECORD.pack(b"PK\x01\x02", *fields) + path + extra
+        size = min(length, ALL_ONES)
+        fields = (0, 0, flags, 0, 0, 0, checksum, size, size, len(path), len(extra), 0, 0, 0, 0, min(begin, ALL_ONES))
+        self.directory += DIRECTORY_RECORD.pack(b"PK\x01\x02", *fields) + path + extra
+        self.count += 1
 
     def finish_template(self) -> ZipTemplate:
         """Return the archive, with its directory at the end, where readers look for it."""

@@ -6,7 +6,7 @@ Source: caffe2/serialize/inline_container.cc; the fields are from PKWARE's APPNO
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ END64 = Struct("<4sQHHIIQQQQ")
 ALL_ONES = 0xFFFFFFFF
 _HAS_DESCRIPTOR = 8  # flag bit 3: CRC and sizes follow the content
 _DIRECTORY_LIMIT = 1 << 26  # bytes; half a million entries
-_CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
+CONTENT_LIMIT = 1 << 16  # bytes of `data.pkl` for one tensor, and of the other small entries
 _PIECE = 1 << 20  # bytes of an entry per read when its checksum is verified
 GLANCE = 2048  # bytes read at each end; torch's own head and directory take about 800 and 600
 
@@ -162,9 +162,8 @@ def read_content_range(
         raise Corrupt(f"the zip directory lists an entry at byte {header}, but no entry starts there")
     offset = start + local[9] + local[10]
     if offset + unpacked > limit:
-        raise Corrupt(
-            f"a zip entry of {unpacked} bytes at byte {offset} does not fit the {limit} bytes of the archive's entries"
-        )
+        entry = f"a zip entry of {unpacked} bytes at byte {offset}"
+        raise Corrupt(f"{entry} does not fit the {limit} bytes of the archive's entries")
     if flags & _HAS_DESCRIPTOR and read(offset + unpacked, 8) != b"PK\x07\x08" + checksum.to_bytes(4, "little"):
         message = f"damaged near byte {offset}: the zip entry of {unpacked} bytes there has no description behind it"
         raise Corrupt(message)
@@ -211,7 +210,7 @@ def read_directory_location(read: ReadAt, length: int) -> tuple[int, int, int]:
 
 
 def read_entry_content(
-    read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limit: int = _CONTENT_LIMIT
+    read: ReadAt, entries: Mapping[str, ZipEntry], name: str, *, limit: int = CONTENT_LIMIT
 ) -> bytes:
     """Return the content of an entry of at most `limit` bytes. Verifies its CRC-32."""
     entry = entries.get(name)
@@ -249,14 +248,3 @@ def check_archive(read: ReadAt, length: int) -> None:
             crc = crc32(read(start, min(_PIECE, entry.offset + entry.length - start)), crc)
         if crc != entry.crc32:
             raise damaged_entry_error(name, entry, crc)
-
-
-def large_entries(read: ReadAt, length: int) -> Iterator[ZipEntry]:
-    """Yield the entries that are too large to verify here. Raises `Corrupt` unless the others match their CRC-32."""
-    read = with_cached_ends(read, length)
-    entries = read_directory(read, length)
-    for name, entry in entries.items():
-        if entry.length > _CONTENT_LIMIT or (entry.length and not entry.crc32):
-            yield entry
-        else:
-            read_entry_content(read, entries, name)

@@ -46,21 +46,14 @@ def decompress_zstd_streams(layout: Layout, report: Report = raise_problem) -> L
             return item
 
     with unpacked, translate_os_errors(unpacked.kept.path):
-        require_free_space(
-            unpacked.kept.path,
-            sum(declared_nbytes(item) for _, item in layout.chunks_and_blobs if item.wrapper == ZSTD),
-        )
+        packed = [item for _, item in layout.chunks_and_blobs if item.wrapper == ZSTD and isinstance(item, Chunk)]
+        require_free_space(unpacked.kept.path, sum(chunk.box.numel * chunk.dtype.itemsize for chunk in packed))
         tensors = {
             name: replace(tensor, chunks=tuple(move(name, chunk) for chunk in tensor.chunks))
             for name, tensor in layout.tensors.items()
         }
         blobs = {name: move(name, blob) for name, blob in layout.blobs.items()}
     return replace(layout, tensors=tensors, blobs=blobs, keeper=(layout.keeper, unpacked.kept))
-
-
-def declared_nbytes(item: Chunk | Blob) -> int:
-    """Return how many bytes a tensor's entry has according to the metadata; 0 for any other entry."""
-    return item.box.numel * item.dtype.itemsize if isinstance(item, Chunk) else 0
 
 
 class UnpackedFile:
@@ -122,7 +115,8 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
     """Yield the decompressed bytes of an entry's stream. Raises `Corrupt` as soon as there are too many."""
     from zstandard import ZstdError
 
-    remaining = limit = declared_nbytes(item) + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
+    limit = item.box.numel * item.dtype.itemsize + _OVERHEAD if isinstance(item, Chunk) else _LARGEST_ENTRY
+    remaining = limit
     stream = decompressor.stream_reader(cast(IO[bytes], PackedStream(item, files)), read_size=_READ)
     try:
         while piece := stream.read(_PIECE):
@@ -132,12 +126,6 @@ def decompress(item: Chunk | Blob, files: OpenFiles, decompressor: ZstdDecompres
             yield piece
     except ZstdError as error:
         raise Corrupt(f"the zstd stream is damaged: {error}") from error
-
-
-def decompress_blob(root: Path, blob: Blob) -> bytes:
-    """Return the decompressed bytes of a non-tensor entry. Raises `Corrupt` for more than 64 MiB."""
-    with OpenFiles(root) as files:
-        return b"".join(decompress(blob, files, make_decompressor(root)))
 
 
 class PackedStream:

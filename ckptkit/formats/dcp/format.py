@@ -24,7 +24,12 @@ from ckptkit.errors import (
     truncated_error,
 )
 from ckptkit.formats.archives.locate import head_and_tail_ranges
-from ckptkit.formats.archives.zip_entries import large_entries
+from ckptkit.formats.archives.zip_entries import (
+    CONTENT_LIMIT,
+    read_directory,
+    read_entry_content,
+    with_cached_ends,
+)
 from ckptkit.formats.dcp.model_space import with_unflattened_states
 from ckptkit.formats.dcp.read_metadata import (
     METADATA,
@@ -136,9 +141,13 @@ class Dcp(FormatWriter):
         """Yield the large entries of every archive, and items that are not archives. Verifies the small entries."""
         with OpenFiles(layout.root, in_order=False) as opened:
             files = ReadAhead(opened)
-            items = sorted(item_names_by_range(self.with_full_items(layout)).items())
+            items: dict[tuple[str, int, int], str] = {}  # file, offset and length, with the first name that uses it
+            whole = self.with_full_items(layout)
+            for name, item in chain(whole.chunks_and_blobs, whole.replica_chunks):
+                if item.length:
+                    items.setdefault((item.path, item.offset, item.length), name)
             for (path, offset, length), name in iterate_with_prefetch(
-                layout.root, items, lambda item: head_and_tail_ranges(*item[0])
+                layout.root, sorted(items.items()), lambda item: head_and_tail_ranges(*item[0])
             ):
                 try:
                     yield from large_entry_extents(files, Extent(path, offset, length, None, name))
@@ -180,28 +189,25 @@ class Dcp(FormatWriter):
         yield METADATA, (0, dump_metadata(wanted, tensors, wanted.blobs))
 
     def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
-        from ckptkit.formats.dcp.shards import checksum_offsets_in_file
+        from ckptkit.formats.dcp.shards import template_of_spec
 
         for tensor in written.tensors.values():
             for chunk in tensor.chunks:
                 if chunk.length:
-                    places = checksum_offsets_in_file(Spec(chunk.dtype, chunk.size), chunk.offset)
-                    yield from (((chunk.path, chunk.offset), at) for at in places)
+                    (hole,) = template_of_spec(Spec(chunk.dtype, chunk.size)).holes.values()
+                    begin = chunk.offset - hole.offset
+                    yield from (((chunk.path, chunk.offset), begin + at) for at in hole.crc_offsets)
 
 
 def checked(layout: Layout, report: Report) -> Layout:
     """Return a layout that the metadata describes, after a comparison with the files. Reports what does not fit."""
     check_data_files(layout, report)
     check_chunks_tile(layout, report)
-    return with_unflattened_states(replace(layout, world_size=count_ranks(layout)), report)
-
-
-def count_ranks(layout: Layout) -> int | None:
-    """Return how many ranks wrote the checkpoint. Ignores a file that it does not use, unless the file is empty."""
+    # files that the layout does not use do not count, unless they are empty
     used = layout.paths | {chunk.path for _, chunk in layout.replica_chunks}
     names = {name: rank for name in names_in(layout.root) if (rank := find_rank_in_file_name(name)) is not None}
     ranks = {rank for name, rank in names.items() if name in used or not (layout.root / name).stat().st_size}
-    return len(ranks) or None
+    return with_unflattened_states(replace(layout, world_size=len(ranks) or None), report)
 
 
 def check_data_files(layout: Layout, report: Report) -> None:
@@ -212,14 +218,8 @@ def check_data_files(layout: Layout, report: Report) -> None:
             items.setdefault(item.path, []).append((item.offset, item.length, name))
     missing = sorted(items.keys() - set(names_in(layout.root)))
     if missing:
-        report(
-            Incomplete(
-                f"{len(missing)} of {len(items)} files are missing: {', '.join(missing)}",
-                path=layout.path,
-                hint=f"{ELSEWHERE}, or {SALVAGE}",
-                files=missing,
-            )
-        )
+        message = f"{len(missing)} of {len(items)} files are missing: {', '.join(missing)}"
+        report(Incomplete(message, path=layout.path, hint=f"{ELSEWHERE}, or {SALVAGE}", files=missing))
     for path in sorted(items.keys() - missing):
         try:
             check_item_ranges(layout.root / path, sorted(items[path]))
@@ -243,20 +243,16 @@ def check_item_ranges(path: Path, items: list[tuple[int, int, str]]) -> None:
             raise truncated_error(max(sum(item[:2]) for item in items), size, path=path, tensor=name, by="metadata")
 
 
-def item_names_by_range(layout: Layout) -> dict[tuple[str, int, int], str]:
-    """Return file, offset and length of every item that has bytes, each with the first name that uses it."""
-    items: dict[tuple[str, int, int], str] = {}
-    for name, item in chain(layout.chunks_and_blobs, layout.replica_chunks):
-        if item.length:
-            items.setdefault((item.path, item.offset, item.length), name)
-    return items
-
-
 def large_entry_extents(files: ReadAhead, item: Extent) -> Iterator[Extent]:
     """Yield the large entries of an item's archive, after verifying the small ones; or the item if it is no archive."""
     read = files.reader_within(item.path, item.offset, item.length)
     if read(0, min(2, item.length)) != b"PK":
         yield item
         return
-    for entry in large_entries(read, item.length):
-        yield Extent(item.path, item.offset + entry.offset, entry.length, entry.crc32 or None, item.name)
+    read = with_cached_ends(read, item.length)
+    entries = read_directory(read, item.length)
+    for name, entry in entries.items():
+        if entry.length > CONTENT_LIMIT or (entry.length and not entry.crc32):
+            yield Extent(item.path, item.offset + entry.offset, entry.length, entry.crc32 or None, item.name)
+        else:
+            read_entry_content(read, entries, name)

@@ -88,10 +88,14 @@ class ItemComparison:
         try:
             tensor = self._templates.locate_tensor(self._files, file, offset, length).tensor
             return str(Spec(tensor.dtype, tensor.shape))
-        except Unsupported:
-            return describe_entry_without_tensor(self._files, file, offset, length)
         except Corrupt as error:
             return error.message
+        except Unsupported:
+            try:
+                read_directory(self._files.reader_within(file, offset, length), length)
+            except (Corrupt, Unsupported) as error:
+                return error.message
+            return _ENTRY
 
     def has_begun_item(self, file: str, offset: int, length: int, size: int) -> bool:
         """Return whether a file that ends at byte `size` has the beginning of the expected item at `offset`.
@@ -107,11 +111,3 @@ class ItemComparison:
             return True
         count = min(before, remaining)
         return self._files.read(file, offset, count) == self._others.read(file, offset, count)
-
-
-def describe_entry_without_tensor(files: ReadAhead, file: str, offset: int, length: int) -> str:
-    try:
-        read_directory(files.reader_within(file, offset, length), length)
-    except (Corrupt, Unsupported) as error:
-        return error.message
-    return _ENTRY

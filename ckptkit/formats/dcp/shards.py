@@ -70,15 +70,6 @@ def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
     return files
 
 
-def lay_out(shards: Iterable[tuple[str, Spec, Box]]) -> list[ShardItem]:
-    """Return the items of a file with these boxes of tensors. Raises `Unsupported` for a quantized dtype."""
-    items: list[ShardItem] = []
-    for name, spec, box in shards:
-        envelope = template_of_chunk(name, StoredTensor(spec, ()), box)
-        append_item(items, name, box, envelope.nbytes, envelope)
-    return items
-
-
 def append_item(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envelope: ZipTemplate | None) -> None:
     file.append(ShardItem(name, box, size_of_file(file), nbytes, envelope))
 
@@ -130,12 +121,6 @@ class KnownBytes:
 def size_of_file(items: list[ShardItem]) -> int:
     """Return the size of a file in bytes."""
     return items[-1].offset + items[-1].nbytes if items else 0
-
-
-def checksum_offsets_in_file(spec: Spec, offset: int) -> list[int]:
-    """Return the offsets in the file of the CRC-32 of a chunk whose data is at `offset`."""
-    hole = template_of_spec(spec).holes[_ONLY]
-    return [offset - hole.offset + at for at in hole.crc_offsets]
 
 
 def bytes_around_data(template: ZipTemplate, checksum: int) -> tuple[bytes, bytes]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ckptkit.formats.dcp.shards import ShardItem
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import Pickler
-from ckptkit.layout import Blob, Layout, Spec
+from ckptkit.layout import Blob, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DType
 
@@ -73,16 +73,13 @@ class _MetadataPickle:
         self.text = {text: self.pickler.memoize_strings_of(text) for text in texts}
         self.new = {name: self.pickler.memoize_strings_of(of) + b")\x81" for name, of in _CLASSES.items()}
         self.pickler.memoize_strings_of(_SIZE)
-        dtypes = {tensor.spec.dtype: None for tensor in wanted.tensors.values()}
-        self.properties = {dtype: self.pickle_properties(dtype) for dtype in dtypes}
+        self.properties: dict[DType, bytes] = {}  # the `TensorProperties` of plain tensors; their state is a tuple
+        for dtype in {tensor.spec.dtype: None for tensor in wanted.tensors.values()}:
+            state = (Global("torch", dtype.name), _STRIDED, False, _CONTIGUOUS, False)
+            for value in (state[0], _STRIDED, _CONTIGUOUS):
+                self.pickler.memoize_strings_of(value)
+            self.properties[dtype] = self.new["TensorProperties"] + self.pickler.opcodes_of(state) + b"b"
         self.sizes: dict[Shape, bytes] = {}
-
-    def pickle_properties(self, dtype: DType) -> bytes:
-        """Return the `TensorProperties` of a plain tensor; their state is a tuple."""
-        for value in (Global("torch", dtype.name), _STRIDED, _CONTIGUOUS):
-            self.pickler.memoize_strings_of(value)
-        state = (Global("torch", dtype.name), _STRIDED, False, _CONTIGUOUS, False)
-        return self.new["TensorProperties"] + self.pickler.opcodes_of(state) + b"b"
 
     def pickle_size(self, shape: Shape) -> bytes:
         """Return a `torch.Size`, pickled once per shape since the same few recur."""
@@ -110,26 +107,21 @@ class _MetadataPickle:
 
     def pickle_entries(self, placed_items: dict[str, list[Placed]]) -> Iterator[bytes]:
         """Yield each name and its metadata: a tensor with its chunks, or bytes."""
+        start, properties, size, chunks = self.opening_opcodes("TensorStorageMetadata")
+        chunk, offsets, sizes = self.opening_opcodes("ChunkStorageMetadata")
         for name, items in placed_items.items():
             yield self.text[name]
             tensor = self.wanted.tensors.get(name)
             if tensor is None:
                 yield self.new["BytesStorageMetadata"]
-            else:
-                yield from self.pickle_tensor(tensor.spec, [item for _, item in items])
-
-    def pickle_tensor(self, spec: Spec, items: list[ShardItem]) -> Iterator[bytes]:
-        """Yield a `TensorStorageMetadata`, in parts."""
-        properties, size, chunks = (self.text[field] for field in _FIELDS["TensorStorageMetadata"])
-        yield self.new["TensorStorageMetadata"] + b"}("
-        yield properties + self.properties[spec.dtype] + size + self.pickle_size(spec.shape) + chunks + b"]("
-        start, offsets, sizes = self.opening_opcodes("ChunkStorageMetadata")
-        for item in items:
-            if item.box is not None:
-                yield (
-                    start + offsets + self.pickle_size(item.box.start) + sizes + self.pickle_size(item.box.size) + b"ub"
-                )
-        yield b"eub"
+                continue
+            yield start + properties + self.properties[tensor.spec.dtype]
+            yield size + self.pickle_size(tensor.spec.shape) + chunks + b"]("
+            for _, item in items:
+                if item.box is not None:
+                    box_start, box_size = self.pickle_size(item.box.start), self.pickle_size(item.box.size)
+                    yield chunk + offsets + box_start + sizes + box_size + b"ub"
+            yield b"eub"
 
     def pickle_locations(self, placed_items: dict[str, list[Placed]]) -> Iterator[bytes]:
         """Yield the `MetadataIndex` of each chunk and blob, and its location as a `_StorageInfo`."""
