@@ -19,7 +19,7 @@ from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import find_wrong_kind_error, opening, read_at
 from ckptkit.layout import Chunk, Spec
 from ckptkit.layout.box import Box, Shape
-from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.dtypes import DTYPES
 
 _LIMIT = 100_000_000  # bytes; the limit of the safetensors library
 _MOST_AXES = 64  # numpy's limit
@@ -130,21 +130,16 @@ def parse_header_entry(name: str, entry: Any, start: tuple[Any, ...] | None, pat
         raise Corrupt(message, path=path, tensor=name)
     if dtype is None:
         raise Unsupported(f"dtype `{entry['dtype']!a}`", path=path, tensor=name)
-    spec = Spec(dtype, shape_from_header(dtype, shape, path, name))
+    if dtype.name == _PACKED:
+        if not shape or shape[-1] % 2:
+            message = f"expected an even number of 4-bit numbers, found shape {list(shape)}"
+            raise Unsupported(message, path=path, tensor=name)
+        shape = (*shape[:-1], shape[-1] // 2)
+    spec = Spec(dtype, shape)
     if spec.nbytes != end - begin:
         message = f"expected {spec.nbytes} bytes for {spec}, found {end - begin} in the header"
         raise Corrupt(message, path=path, tensor=name)
     return Chunk(Box(start, spec.shape), path.name, data_start + begin, end - begin, dtype)
-
-
-def shape_from_header(dtype: DType, shape: Shape, path: Path, name: str) -> Shape:
-    """Return the shape as torch counts it: for a packed dtype the header counts single numbers on the last axis."""
-    if dtype.name != _PACKED:
-        return shape
-    if not shape or shape[-1] % 2:
-        message = f"expected an even number of 4-bit numbers, found shape {list(shape)}"
-        raise Unsupported(message, path=path, tensor=name)
-    return (*shape[:-1], shape[-1] // 2)
 
 
 def shape_for_header(spec: Spec) -> Shape:

@@ -179,15 +179,19 @@ def find_safetensors(path: Path, report: Report) -> IndexedFiles:
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
         return find_rank_safetensors(path, shards, present)
-    if index := find_index_name(path, present):
-        return read_indexed_files(path, index, present, report)
+    if indices := sorted(name for name in present if name.endswith(_INDEX)):
+        return read_indexed_files(path, indices, present, report)
     require_no_compressed_deltas(path, {})
     if any(map(_DELTA.fullmatch, present)):
         raise delta_error(path)
     numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
         return find_numbered_files(path, numbered, present, report)
-    return IndexedFiles(path, [SINGLE if SINGLE in present else find_only_file(path, present)])
+    names = [SINGLE] if SINGLE in present else sorted(name for name in present if name.endswith(_SUFFIX))
+    if len(names) != 1:
+        hint = f"pass one of them: {', '.join(names[:4])}"
+        raise Unsupported(f"expected an index of the {len(names)} safetensors files, found none", path=path, hint=hint)
+    return IndexedFiles(path, names)
 
 
 def find_rank_safetensors(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> IndexedFiles:
@@ -201,12 +205,10 @@ def find_rank_safetensors(path: Path, shards: Sequence[re.Match[str]], present: 
     if other is not None:
         hint = "move one of them elsewhere: they may be of different saves, or one was made from the other"
         raise Corrupt(f"both the shards of {len(ranks)} ranks and `{other}` are here", path=path, hint=hint)
-    lost = find_missing_number("shard-*-model-{:05d}-*", parts, part_count_in_names(path, shards, 3), path)
-    if lost is not None:
+    if lost := find_missing_number("shard-*-model-{:05d}-*", parts, part_count_in_names(path, shards, 3), path):
         raise lost
-    return IndexedFiles(
-        path, names, world_size=len(ranks), lost=find_missing_number("shard-{:05d}-*", ranks, max(ranks), path)
-    )
+    lost = find_missing_number("shard-{:05d}-*", ranks, max(ranks), path)
+    return IndexedFiles(path, names, world_size=len(ranks), lost=lost)
 
 
 def find_numbered_files(path: Path, files: Sequence[re.Match[str]], present: set[str], report: Report) -> IndexedFiles:
@@ -214,10 +216,8 @@ def find_numbered_files(path: Path, files: Sequence[re.Match[str]], present: set
     if SINGLE in present:
         raise two_exports_error(path, files[0][0])
     count = part_count_in_names(path, files, 2)
-    lost = find_missing_number(
-        f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", {int(match[1]) for match in files}, count, path
-    )
-    if lost is not None:
+    numbers = {int(match[1]) for match in files}
+    if lost := find_missing_number(f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", numbers, count, path):
         report(lost)
     return IndexedFiles(path, [match[0] for match in files])
 
@@ -242,11 +242,8 @@ def find_missing_number(pattern: str, numbers: set[int], last: int, path: Path) 
 
 def two_exports_error(path: Path, other: str) -> Corrupt:
     """Return the error for a single file beside `other`, a file of a model in several files."""
-    return Corrupt(
-        f"both `{SINGLE}` and `{other}` are here, from different exports",
-        path=path,
-        hint="remove the older export: loaders disagree on which one they use",
-    )
+    hint = "remove the older export: loaders disagree on which one they use"
+    return Corrupt(f"both `{SINGLE}` and `{other}` are here, from different exports", path=path, hint=hint)
 
 
 def delta_error(path: Path) -> Unsupported:
@@ -273,17 +270,15 @@ def require_no_compressed_deltas(directory: Path, metadata: Mapping[str, Any]) -
     raise Unsupported(message, path=directory, hint=f"apply them with {trainer}, and pass the model")
 
 
-def find_index_name(path: Path, present: set[str]) -> str | None:
-    """Return the name of the index in a directory, None without an index. Some libraries name it after their files."""
-    indices = sorted(name for name in present if name.endswith(_INDEX))
+def read_indexed_files(path: Path, indices: Sequence[str], present: set[str], report: Report) -> IndexedFiles:
+    """Return the files that the index names; report missing ones. Refuses a single file beside them as ambiguous.
+
+    Some libraries name an index after their files. Refuses several of these, unless one has the usual name.
+    """
     if len(indices) > 1 and INDEX not in indices:
         hint = f"pass one of them alone: move the others away from {path}"
         raise Unsupported(f"expected the index of one model, found {', '.join(indices)}", path=path, hint=hint)
-    return INDEX if INDEX in indices else next(iter(indices), None)
-
-
-def read_indexed_files(path: Path, described_by: str, present: set[str], report: Report) -> IndexedFiles:
-    """Return the files that the index names; report missing ones. Refuses a single file beside them as ambiguous."""
+    described_by = INDEX if INDEX in indices else indices[0]
     index, metadata = read_index(path / described_by)
     require_no_compressed_deltas(path, metadata)
     single = described_by.removesuffix(".index.json")
@@ -296,15 +291,6 @@ def read_indexed_files(path: Path, described_by: str, present: set[str], report:
         report(Incomplete(message, path=path, files=missing, hint=_COPY))
     available = [name for name in names if name in present]
     return IndexedFiles(path, available, index, missing, described_by=described_by)
-
-
-def find_only_file(path: Path, present: set[str]) -> str:
-    """Return the only safetensors file of a directory without an index."""
-    names = sorted(name for name in present if name.endswith(_SUFFIX))
-    if len(names) != 1:
-        hint = f"pass one of them: {', '.join(names[:4])}"
-        raise Unsupported(f"expected an index of the {len(names)} safetensors files, found none", path=path, hint=hint)
-    return names[0]
 
 
 def check_index(
@@ -337,28 +323,25 @@ def join_chunks(name: str, chunks: Sequence[Chunk], root: Path) -> StoredTensor:
     return StoredTensor(Spec(first.dtype, shape), tuple(chunks))
 
 
-def split_names_by_size(specs: Mapping[str, Spec], limit: int) -> list[list[str]]:
-    """Return the names in each file of at most `limit` bytes, in natural order; a larger tensor has its own file."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in sorted(specs, key=lambda name: (natural_sort_key(name), name)):
-        nbytes = specs[name].nbytes
-        if shards[-1] and filled + nbytes > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += nbytes
-    return shards
-
-
 def split_into_files(specs: Mapping[str, Spec], options: WriterOptions) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file: as `options.places` says, or by size."""
+    """Return the names of the tensors in each file: as `options.places` says, or by size in natural order.
+
+    A tensor larger than the largest file has its own.
+    """
     if options.places is not None:
         shares: dict[str, list[str]] = {}
         for name in specs:
             shares.setdefault(options.places[name], []).append(name)
         return dict(sorted(shares.items()))
-    shards, stem = split_names_by_size(specs, options.max_shard_size), options.stem
+    shards: list[list[str]] = [[]]
+    filled, stem = 0, options.stem
+    for name in sorted(specs, key=lambda name: (natural_sort_key(name), name)):
+        nbytes = specs[name].nbytes
+        if shards[-1] and filled + nbytes > options.max_shard_size:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += nbytes
     if len(shards) == 1:
         return {f"{stem}{_SUFFIX}": shards[0]}
     return {f"{stem}-{i:05d}-of-{len(shards):05d}{_SUFFIX}": names for i, names in enumerate(shards, start=1)}

@@ -13,7 +13,7 @@ from ckptkit.io.file import names_in
 from ckptkit.layout import Layout, Spec, StoredTensor
 
 _SUFFIX = ".safetensors"
-_SERIES = re.compile(r"(.*?)[-_.]?([0-9]+)-of-([0-9]+)(.*)")
+_SERIES = re.compile(r"(.*?)[-_.]?([0-9]+)-of-([0-9]+)(.*)")  # such as `model-00001-of-00002.safetensors`
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,12 @@ def find_layout_in_headers(root: Path, format_name: str) -> HeaderFiles | None:
             tensors[key] = StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,))
         empty |= dict.fromkeys(dropped, file)
         files |= {file} if chunks else set()
-    return HeaderFiles(Layout(root, format_name, tensors), empty, is_numbered_series(files))
+    matches = [match for file in files if (match := _SERIES.fullmatch(file))]
+    kinds = {(match[1], int(match[3]), match[4]) for match in matches}
+    numbers = {int(match[2]) for match in matches}
+    is_numbered = len(matches) == len(files) and numbers == set(range(1, len(files) + 1))
+    is_series = is_numbered and len(kinds) == 1 and next(iter(kinds))[1] == len(files)
+    return HeaderFiles(Layout(root, format_name, tensors), empty, is_series)
 
 
 def is_empty_header_entry(entry: Any) -> bool:
@@ -57,12 +62,3 @@ def is_empty_header_entry(entry: Any) -> bool:
         return False
     offsets = entry.get("data_offsets")
     return isinstance(offsets, list) and len(offsets) == 2 and offsets[0] == offsets[1]
-
-
-def is_numbered_series(files: set[str]) -> bool:
-    """Return whether file names count from 1 to their number, such as `model-00001-of-00002.safetensors`."""
-    matches = [match for file in files if (match := _SERIES.fullmatch(file))]
-    kinds = {(match[1], int(match[3]), match[4]) for match in matches}
-    numbers = {int(match[2]) for match in matches}
-    is_numbered = len(matches) == len(files) and numbers == set(range(1, len(files) + 1))
-    return is_numbered and len(kinds) == 1 and next(iter(kinds))[1] == len(files)

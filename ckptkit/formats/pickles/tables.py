@@ -101,7 +101,15 @@ class Tables:
     def replacements_at(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
         """Yield replacements for the instances at an offset, and return the offset after them; `heads` came before."""
         self.record_unchanged(start, at)
-        self._track_keys(heads)
+        # the opcodes before the state of each instance passed on tell whether the next instance is a key
+        for match in map(_HEAD.fullmatch, heads):
+            if match is None:
+                self._is_key_next = None
+            elif match["mark"]:
+                self._is_key_next = False
+            # a tail means that there were two instances, so nothing changes
+            elif not match["tail"] and self._is_key_next is not None:
+                self._is_key_next = not self._is_key_next
         while taken := self._replace_instances(at):
             piece, at = taken
             yield piece
@@ -119,27 +127,22 @@ class Tables:
         wanted = set(self._fetched_between(before, self._memo_size))
         if wanted:
             memoized = enumerate((match[1] for match in _MEMOIZED.finditer(piece) if match[2]), before)
-            self._record_texts((index, text) for index, text in memoized if text is not None and index in wanted)
-
-    def _track_keys(self, heads: Iterable[bytes]) -> None:
-        """Track whether the next instance is a key, from the opcodes before the state of each instance passed on."""
-        for head in heads:
-            match = _HEAD.fullmatch(head)
-            if match is None:
-                self._is_key_next = None
-            elif match["mark"]:
-                self._is_key_next = False
-            # a tail means that there were two instances, so nothing changes
-            elif not match["tail"] and self._is_key_next is not None:
-                self._is_key_next = not self._is_key_next
+            texts = ((index, text) for index, text in memoized if text is not None and index in wanted)
+            self._texts.update((index, decode_text(text)) for index, text in texts)
 
     def _replace_instances(self, at: int) -> tuple[bytes, int] | None:
         """Return the replacement for the instances at an offset, and the offset after them; None for too few."""
         if self._is_off or self._memo_size < _FEWEST_BEFORE:
             return None
-        shapes = instance_shapes_at(self._data, at)
-        if not shapes or (len(shapes) > 1 and not self._is_key_next):
+        first = find_shape_at(self._data, at)
+        if first is None:
             return None
+        shapes: tuple[InstanceShape, ...] = (first[0],)
+        second = find_shape_at(self._data, first[1])
+        if second is not None and second[0].of != first[0].of:
+            if not self._is_key_next:
+                return None
+            shapes = (first[0], second[0])
         end = min(at + _WINDOW, len(self._data))
         rows = _rows_pattern(shapes).findall(self._data, at, end)
         if rows and rows[-1][-1]:
@@ -165,7 +168,7 @@ class Tables:
         if not all(index in texts for index in wanted):
             return None
         kept = [(index, texts[index]) for index in wanted]
-        self._record_texts(kept)
+        self._texts.update((index, decode_text(text)) for index, text in kept)
         if len(self._values) > _MOST_VALUES:
             self._values.clear()
         *columns, _ = zip(*rows, strict=True)
@@ -175,7 +178,11 @@ class Tables:
             # an unknown memo index or invalid string: leave the instances to the unpickler
             return None
         before, self._memo_size = self._memo_size, end
-        return b"".join(memo_filling_opcodes(before, end, kept))
+        filled = []
+        for index, text in kept:
+            filled.append(b"N%b0%b\x940" % (b"\x94" * (index - before), text))
+            before = index + 1
+        return b"".join((*filled, b"N%b0" % (b"\x94" * (end - before))))
 
     def table_columns(self, number: int, fetched: Sequence[Any], size: Any) -> list[dict[str, Sequence[Any]]] | None:
         """Return the columns of a table by name, for keys and values; None if the fetched values do not fit a table.
@@ -201,9 +208,6 @@ class Tables:
 
     def _fetched_between(self, start: int, end: int) -> Sequence[int]:
         return self._fetched[bisect_left(self._fetched, start) : bisect_left(self._fetched, end)]
-
-    def _record_texts(self, strings: Iterable[tuple[int, bytes]]) -> None:
-        self._texts.update((index, decode_text(opcodes)) for index, opcodes in strings)
 
 
 class _Values(dict[bytes, Any]):
@@ -239,16 +243,6 @@ def decode_opcodes(opcodes: bytes) -> int | str | tuple[int, ...] | None:
 def decode_text(opcodes: bytes) -> str:
     """Return the string of SHORT_BINUNICODE, whatever follows it."""
     return opcodes[2 : 2 + opcodes[1]].decode("utf-8", "surrogatepass")
-
-
-def instance_shapes_at(data: bytes, at: int) -> tuple[InstanceShape, ...]:
-    """Return the shapes of the instance at an offset, and of the next one if its class differs; () without one."""
-    first = find_shape_at(data, at)
-    if first is None:
-        return ()
-    shape, end = first
-    second = find_shape_at(data, end)
-    return (shape,) if second is None or second[0].of == shape.of else (shape, second[0])
 
 
 def find_shape_at(data: bytes, at: int) -> tuple[InstanceShape, int] | None:
@@ -289,14 +283,6 @@ def memoized_texts(
                 elif attribute.kind == "text" and opcodes[0] == 0x8C:
                     yield index, opcodes[:-1]
                     index += 1
-
-
-def memo_filling_opcodes(start: int, end: int, texts: Iterable[tuple[int, bytes]]) -> Iterator[bytes]:
-    """Yield opcodes that fill the memo from index `start` to `end` with strings and None."""
-    for index, text in texts:
-        yield b"N%b0%b\x940" % (b"\x94" * (index - start), text)
-        start = index + 1
-    yield b"N%b0" % (b"\x94" * (end - start))
 
 
 def fetched_memo_indices(data: bytes, at: int) -> list[int]:

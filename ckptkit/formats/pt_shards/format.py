@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening
@@ -60,8 +59,7 @@ class PtShards(FormatReader):
         index = read_directory_index(path)
         for name in index.files:
             try:
-                if not is_existing_path(path / name):
-                    raise missing_file_error(index, name)
+                require_file(index, name)
                 entries_in(path / name)
             except CkptError as error:
                 report(error)
@@ -73,8 +71,7 @@ class PtShards(FormatReader):
         unread: list[str] = []
         for file in index.files:
             try:
-                if not is_existing_path(path / file):
-                    raise missing_file_error(index, file)
+                require_file(index, file)
                 add_file_contents(whole, index, file, report)
             except CkptError as error:
                 report(error)
@@ -93,11 +90,8 @@ def read_directory_index(path: Path) -> Index:
     names = sorted(filter(_INDEX.fullmatch, names_in(path)))
     numbered = next(filter(None, map(_NUMBERED.fullmatch, sorted(names_in(path)))), None)
     if not names and numbered:
-        message = (
-            f"expected `{numbered[1]}.{numbered[2]}.index.json`, which lists the files beside "
-            f"`{numbered[0]}`; found none"
-        )
-        raise Incomplete(message, path=path, hint=ELSEWHERE)
+        wanted = f"`{numbered[1]}.{numbered[2]}.index.json`, which lists the files beside `{numbered[0]}`"
+        raise Incomplete(f"expected {wanted}; found none", path=path, hint=ELSEWHERE)
     models = [name for name in names if "optim" not in name]
     if len(models or names) != 1:
         message = f"expected one index of torch.save files, found {len(names)}: {', '.join(names[:4])}"
@@ -115,14 +109,21 @@ def read_directory_index(path: Path) -> Index:
 
 
 def add_file_contents(whole: FlatState, index: Index, file: str, report: Report) -> None:
-    """Add the contents of one of the files. Every error names the file."""
+    """Add the contents of one of the files. Reports names that differ from the index. Every error names the file."""
     above: KeyPath = () if index.groups is None else (_OPTIMIZER, _GROUPS if file == index.groups else "state")
     with errors_at(path=index.root / file):
         state = read_state_file(index.root, file)
         flattening = Flattening(state.entries, file)
         children = flattening.members(state.value)
         if file != index.groups:
-            compare_names_with_index(index, file, children, report)
+            listed = {name for name, place in index.places.items() if place == file}
+            in_file = {str(name) for name, _ in children}
+            for name in sorted(listed - in_file):
+                message = f"`{index.name}` lists the tensor in this file, but the file does not have it"
+                report(Corrupt(message, path=index.root / file, tensor=name))
+            for name in sorted(in_file - listed):
+                message = f"the tensor is in the file, but `{index.name}` does not list it"
+                report(Corrupt(message, path=index.root / file, tensor=name))
         flattening.add_children(children, above)
         duplicate = next((name for name in flattening.flat.keys if name in whole.keys), None)
         if duplicate is not None:
@@ -130,18 +131,7 @@ def add_file_contents(whole: FlatState, index: Index, file: str, report: Report)
     whole.update(flattening.flat)
 
 
-def compare_names_with_index(index: Index, file: str, children: list[tuple[str | int, Any]], report: Report) -> None:
-    """Report names that the index lists for a file and that are not in it, and the reverse."""
-    listed = {name for name, place in index.places.items() if place == file}
-    in_file = {str(name) for name, _ in children}
-    for name in sorted(listed - in_file):
-        message = f"`{index.name}` lists the tensor in this file, but the file does not have it"
-        report(Corrupt(message, path=index.root / file, tensor=name))
-    for name in sorted(in_file - listed):
-        message = f"the tensor is in the file, but `{index.name}` does not list it"
-        report(Corrupt(message, path=index.root / file, tensor=name))
-
-
-def missing_file_error(index: Index, name: str) -> Incomplete:
-    hint = "download the missing files again, to this directory"
-    return Incomplete(f"the file is missing, but `{index.name}` lists it", path=index.root / name, hint=hint)
+def require_file(index: Index, name: str) -> None:
+    if not is_existing_path(index.root / name):
+        hint = "download the missing files again, to this directory"
+        raise Incomplete(f"the file is missing, but `{index.name}` lists it", path=index.root / name, hint=hint)

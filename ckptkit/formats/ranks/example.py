@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Unsupported, skip_problem
 from ckptkit.formats.archives.flatten import find_dict_items
@@ -18,9 +16,6 @@ from ckptkit.formats.shards.write_dtensors import RankMesh
 from ckptkit.io.file import names_in
 from ckptkit.layout import Layout
 from ckptkit.layout.placements import Placement, Shard
-
-_ROWS = Shard(0)
-
 
 ALONE = RankMesh((1,))  # the mesh of a single rank
 
@@ -40,17 +35,6 @@ class Example:
     calls: Mapping[str, Record] = field(default_factory=dict)
     was_sharded: bool = False
 
-    def mesh_for_world(self, world: int) -> RankMesh:
-        """Return the mesh of `world` ranks. The other axes keep their size; the first axis gets the quotient."""
-        rest = self.grid.shape[1:]
-        if world % prod(rest):
-            message = (
-                f"expected a multiple of {prod(rest)} ranks (axes of the mesh: "
-                f"{' x '.join(map(str, rest))}), found {world}"
-            )
-            raise Unsupported(message, hint=f"pass a multiple of {prod(rest)}")
-        return self.grid._replace(shape=(world // prod(rest), *rest))
-
 
 def example_of_checkpoint(wanted: Layout) -> Example:
     """Return how a checkpoint in files of ranks was written; for any other, an example sharded by rows as in FSDP2."""
@@ -65,11 +49,18 @@ def example_of_checkpoint(wanted: Layout) -> Example:
         hint = "use `convert --to dcp`"
         raise Unsupported("the tensors are on several meshes, or on some of the ranks only", hint=hint)
     calls = {f"{MODEL}.{name}": value for name, value in find_dict_items(model.value) or () if is_dtensor(value)}
-    grid = RankMesh((rank_files.world,), device=device_type_of(model.value))
+    storages = (member.value for member in walk_members(model.value) if isinstance(member, PersistentId))
+    device = next((str(one[3]) for one in storages if isinstance(one, tuple) and len(one) > 3), "cuda")
+    grid = RankMesh((rank_files.world,), device=device.partition(":")[0])
     if meshes:
         like = next(iter(calls.values())).args[3][-1]["_spec"].attributes()["mesh"]
         grid = RankMesh(meshes[0].shape, meshes[0].names, meshes[0].device, like)
-    spread = {name: placements_of(tensor.spread) for name, tensor in model.tensors.items()}
+    spread: dict[str, tuple[Placement, ...] | None] = {}
+    for name, tensor in model.tensors.items():
+        if isinstance(tensor.spread, Placed):
+            spread[name] = tensor.spread.placements
+        else:  # ShardedTensors are written as DTensors sharded by rows
+            spread[name] = None if tensor.spread is None else (Shard(0),)
     return Example(
         naming=rank_files.naming,
         label=rank_files.label,
@@ -88,18 +79,3 @@ def first_readable_file(wanted: Layout, files: Mapping[int, str]) -> RankFile:
         with suppress(Corrupt, IOFailure, Unsupported):
             return read_rank_file(wanted.root, files[rank], rank, (MODEL,))
     return read_rank_file(wanted.root, files[last], last, (MODEL,))
-
-
-def placements_of(spread: Placed | ShardedTensor | None) -> tuple[Placement, ...] | None:
-    """Return the placements of a tensor. ShardedTensors are written as DTensors sharded by rows."""
-    if isinstance(spread, Placed):
-        return spread.placements
-    return (_ROWS,) if isinstance(spread, ShardedTensor) else None
-
-
-def device_type_of(value: Any) -> str:
-    """Return the device type of the tensors in a state dict."""
-    for member in walk_members(value):
-        if isinstance(member, PersistentId) and isinstance(member.value, tuple) and len(member.value) > 3:
-            return str(member.value[3]).partition(":")[0]
-    return "cuda"

@@ -45,27 +45,23 @@ from ckptkit.layout.wrappers import is_flat_name
 # rank's shard of each parameter, flattened, is a view of the flat parameter in the same file.
 def without_flat_views(files: Sequence[RankFile]) -> list[RankFile]:
     """Return the files of all ranks without the tensors that are views of flat parameters in them."""
-    views = {name for file in files for name in view_names_in(file)}
+    views = set()
+    for file in files:
+        spans = [
+            (chunk.offset, chunk.offset + chunk.length)
+            for name, tensor in file.tensors.items()
+            if isinstance(tensor.spread, ShardedTensor) and is_flat_name(str(file.flat.keys[name][-1]))
+            for chunk in tensor.chunks
+        ]
+        for name, tensor in file.tensors.items() if spans else ():
+            if tensor.spread is None and tensor.chunks[0].length:
+                begin, end = tensor.chunks[0].offset, tensor.chunks[0].offset + tensor.chunks[0].length
+                if any(low <= begin and end <= high for low, high in spans):
+                    views.add(name)
     if not views:
         return list(files)
     kept = ({name: one for name, one in file.flat.tensors.items() if name not in views} for file in files)
     return [replace(file, flat=replace(file.flat, tensors=own)) for file, own in zip(files, kept, strict=True)]
-
-
-def view_names_in(file: RankFile) -> Iterator[str]:
-    """Yield the names of plain tensors inside a flat parameter's storage."""
-    tensors = file.tensors
-    spans = [
-        (chunk.offset, chunk.offset + chunk.length)
-        for name, tensor in tensors.items()
-        if isinstance(tensor.spread, ShardedTensor) and is_flat_name(str(file.flat.keys[name][-1]))
-        for chunk in tensor.chunks
-    ]
-    for name, tensor in tensors.items() if spans else ():
-        if tensor.spread is None and tensor.chunks[0].length:
-            begin, end = tensor.chunks[0].offset, tensor.chunks[0].offset + tensor.chunks[0].length
-            if any(low <= begin and end <= high for low, high in spans):
-                yield name
 
 
 _OWN = ("rng",)  # keys that are per-rank state even if all ranks have equal values
@@ -133,8 +129,14 @@ class FilePerRank(FormatWriter):
         if not path.is_dir():
             return False
         names = names_in(path)
+        if has_model_files(names):
+            return True
         bare = min(filter(BARE.match_name, names), default=None)
-        return has_model_files(names) or (bare is not None and has_pickled_shards(path / bare))
+        try:
+            pickle = b"" if bare is None else read_raw_pickle(path / bare)
+        except (Corrupt, Unsafe, Unsupported):
+            return False  # not a readable file of this format; another format may claim it
+        return any(kind in pickle for kind in SHARD_KINDS)
 
     def check_files_complete(self, path: Path, report: Report) -> None:
         """Report truncated files; raise `Corrupt` if one is missing or belongs to another run."""
@@ -168,15 +170,6 @@ class FilePerRank(FormatWriter):
         rank_files = find_rank_files(written.root)
         files = [read_rank_files(written.root, rank_files, kind, (kind,), raise_problem) for kind in rank_files.files]
         return patch_rank_files(written.root, files, checksums)
-
-
-def has_pickled_shards(path: Path) -> bool:
-    """Return whether the pickle in a file of torch.save has shards of tensors."""
-    try:
-        return any(kind in read_raw_pickle(path) for kind in SHARD_KINDS)
-    except (Corrupt, Unsafe, Unsupported):
-        # not a readable file of this format; another format may claim it
-        return False
 
 
 def find_rank_files(path: Path, report: Report = raise_problem) -> RankFiles:

@@ -97,6 +97,7 @@ def has_model_files(names: Iterable[str]) -> bool:
 
 
 def group_by_kind_and_rank(naming: Naming, matches: list[tuple[str, str, re.Match[str]]], report: Report) -> RankFiles:
+    """Return the files, and report ranks without a file of each kind. Raises `Corrupt` for files of several runs."""
     worlds = sorted({int(match["world"]) for *_, match in matches if "world" in match.re.groupindex})
     if len(worlds) > 1:
         message = f"expected files of one run, found files of runs with {' and '.join(map(str, worlds))} ranks"
@@ -112,22 +113,16 @@ def group_by_kind_and_rank(naming: Naming, matches: list[tuple[str, str, re.Matc
             files.setdefault(kind, {})[int(match["rank"])] = name
     world = worlds[0] if worlds else 1 + max(files[MODEL])
     gathered = RankFiles(naming, labels[0], world, files)
-    check_ranks_have_files(gathered, report)
-    return gathered
-
-
-def check_ranks_have_files(files: RankFiles, report: Report) -> None:
-    """Report ranks without a file of each kind. Raises `Corrupt` for files of additional ranks."""
-    for kind, by_rank in files.files.items():
-        missing = [rank for rank in range(files.world) if rank not in by_rank]
-        name = next(iter(by_rank.values()))
+    for kind, by_rank in files.items():
+        missing = [rank for rank in range(world) if rank not in by_rank]
         if missing:
             ranks_text = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-            message = f"{len(missing)} of {files.world} files like `{name}` are missing, for rank {ranks_text}"
-            names = [files.file_name_of(kind, rank) for rank in missing]
-            report(Incomplete(message, hint=f"{ELSEWHERE}, or {SALVAGE}", files=names, ranks=missing))
-        if len(by_rank) > files.world:
-            message = (
-                f"expected files of {files.world} ranks, found one of rank {max(by_rank)}: `{by_rank[max(by_rank)]}`"
-            )
+            like = next(iter(by_rank.values()))
+            message = f"{len(missing)} of {world} files like `{like}` are missing, for rank {ranks_text}"
+            lost = [gathered.file_name_of(kind, rank) for rank in missing]
+            report(Incomplete(message, hint=f"{ELSEWHERE}, or {SALVAGE}", files=lost, ranks=missing))
+        if len(by_rank) > world:
+            last = max(by_rank)
+            message = f"expected files of {world} ranks, found one of rank {last}: `{by_rank[last]}`"
             raise Corrupt(message, hint="move the file away if it belongs to an earlier run")
+    return gathered

@@ -75,24 +75,17 @@ def match_parameters(
     flattened = any(isinstance(shape, int) for shape in shapes.values())
     sizes = {parameter: prod(parameter.shape) if flattened else parameter.shape for parameter in parameters}
     if recorded:
-        return match_names(recorded, shapes, sizes)
+        known = {parameter.name: parameter for parameter in sizes}
+        shown = {number: shape for number, shape in shapes.items() if shape != ()}  # states of several shapes: unknown
+        try:
+            matched = parameters_by_index(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
+        except Mismatch:
+            return None
+        return {number: known[name] for number, name in matched.items()}
     unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
     if unknown or not is_counted_from_zero(groups):
         return None
     return find_certain(match_in_order if is_in_order else match_by_size, groups, shapes, sizes)
-
-
-def match_names(
-    recorded: Mapping[int, str], shapes: Mapping[int, Shape | int], sizes: Mapping[Parameter, Shape | int]
-) -> dict[int, Parameter] | None:
-    """Return the parameter of each index by its recorded name, None where names or shapes disagree."""
-    known = {parameter.name: parameter for parameter in sizes}
-    shown = {number: shape for number, shape in shapes.items() if shape != ()}  # states of several shapes do not count
-    try:
-        matched = parameters_by_index(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
-    except Mismatch:
-        return None
-    return {number: known[name] for number, name in matched.items()}
 
 
 def find_recorded_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
@@ -205,7 +198,9 @@ def match_units(
     supposed = [units_by_recorded_names(recorded, parameters)] if recorded else candidate_wrappings(parameters)
     fitting: list[list[Unit]] = []
     for units in supposed:
-        if units not in fitting and is_fitting_units(units, groups, totals, world):
+        counts = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
+        padded = {index: -(-numel // world) * world for index, numel in enumerate(counts)}  # into equal shards
+        if units not in fitting and find_certain(match_in_order, groups, totals, padded) is not None:
             fitting.append(units)
     return fitting[0] if len(fitting) == 1 else None
 
@@ -246,15 +241,6 @@ def make_unit(parameters: Sequence[Parameter]) -> Unit:
         unit.append((parameter, at))
         at += prod(parameter.shape)
     return unit
-
-
-def is_fitting_units(
-    units: Sequence[Unit], groups: Sequence[Sequence[int]], totals: Mapping[int, int], world: int
-) -> bool:
-    """Return whether the indices can belong to the units, which all ranks shard equally."""
-    sizes = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
-    padded = {index: -(-size // world) * world for index, size in enumerate(sizes)}
-    return find_certain(match_in_order, groups, totals, padded) is not None
 
 
 def join_unit_states(

@@ -40,7 +40,13 @@ _PIECE = 1 << 20  # bytes per copy
 
 def lay_out_rank_files(wanted: Layout, example: Example, world: int) -> Iterator[NewFile]:
     """Yield the files of `world` ranks, and the config file with the number of ranks if names contain it too."""
-    writing = Writing(wanted, example, example.mesh_for_world(world))
+    # the first axis of the mesh grows or shrinks with the world; the other axes keep their sizes
+    rest = example.grid.shape[1:]
+    if world % prod(rest):
+        axes = f"axes of the mesh: {' x '.join(map(str, rest))}"
+        message = f"expected a multiple of {prod(rest)} ranks ({axes}), found {world}"
+        raise Unsupported(message, hint=f"pass a multiple of {prod(rest)}")
+    writing = Writing(wanted, example, example.grid._replace(shape=(world // prod(rest), *rest)))
     for kind, names in writing.names_by_kind().items():
         template = example.naming.templates.get(kind)
         if template is None:
@@ -75,20 +81,16 @@ class Writing:
             kind = str(top) if top in (MODEL, OPTIMIZER) else REST
             if top != OWN:
                 kinds.setdefault(kind, []).append(name)
-        unknown = next((name for name in kinds.get(OPTIMIZER, ()) if self.is_state_of_unknown_parameter(name)), None)
-        if unknown is not None:
-            message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
-            raise Unsupported(message, tensor=unknown, hint="drop the optimizer with --exclude 'optimizer.*'")
+        for name in kinds.get(OPTIMIZER, ()):
+            key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
+            is_state = len(key) == AT + 2 and key[1] == "state" and stored is not None and stored.spec.shape
+            if is_state and self.find_parameter_tensor(str(key[AT])) is None:
+                message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
+                raise Unsupported(message, tensor=name, hint="drop the optimizer with --exclude 'optimizer.*'")
         if MODEL not in kinds:
             hint = f"pass --under {MODEL} to put all tensors there"
             raise Unsupported(f"there is no model under `{MODEL}`", hint=hint)
         return kinds
-
-    def is_state_of_unknown_parameter(self, name: str) -> bool:
-        """Return whether a state with a shape belongs to a parameter that the model does not have."""
-        key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
-        is_state = len(key) == AT + 2 and key[1] == "state"
-        return bool(is_state and stored and stored.spec.shape and self.find_parameter_tensor(str(key[AT])) is None)
 
     def make_rank_file(self, name: str, names: list[str], rank: int) -> NewFile:
         """Return the file of a rank with the entries that belong to this rank or to all ranks."""

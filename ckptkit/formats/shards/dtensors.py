@@ -13,11 +13,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
-from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.tensor_calls import REBUILD_WRAPPER, TensorRecord, as_shape, as_tensor_record, is_subclass
-from ckptkit.layout import Chunk, Spec
-from ckptkit.layout.box import Box, Shape
+from ckptkit.layout import Spec
+from ckptkit.layout.box import Shape
 from ckptkit.layout.placements import PlacedBox, Placement, Shard, local_shape_and_boxes
 
 # Source of meshes: torch/distributed/device_mesh.py. Until torch 2.8 a mesh is an integer tensor of ranks, with a list
@@ -56,10 +55,8 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         raise Unsupported("the pickle describes a mesh in an unknown way") from error
     if not all(type(one) is int for one in ranks) or len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
-        message = (
-            f"expected {prod(shape)} different ranks on a mesh of shape {list(shape)}, found {join_first_ranks(ranks)}"
-        )
-        raise Corrupt(message)
+        wanted = f"{prod(shape)} different ranks on a mesh of shape {list(shape)}"
+        raise Corrupt(f"expected {wanted}, found {join_first_ranks(ranks)}")
     recorded = state.get("_rank")
     if rank not in ranks or (type(recorded) is int and recorded != rank):
         found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {join_first_ranks(ranks)}"
@@ -73,7 +70,14 @@ def mesh_shape_and_ranks(layout: Record, every: tuple[int, ...], rank: int) -> t
     """Return shape and ranks of the mesh that a layout forms from a map of ranks; of several, the one with `rank`."""
     if len(every) > _MOST_RANKS:
         raise ValueError("ranks")
-    axes = sizes_and_strides_of_axes(layout.attributes())
+    described = layout.attributes()
+    if "axes" in described:
+        nested = [(axis.attributes()["shape"], axis.attributes()["stride"]) for axis in described["axes"]]
+    else:  # torch 2.9 stores all shapes in one tuple, all strides too
+        both = (one if isinstance(one, tuple) else (one,) for one in (described["shape"], described["stride"]))
+        nested = [(n, step) if isinstance(n, tuple) else ((n,), (step,)) for n, step in zip(*both, strict=True)]
+    # sizes and strides: several of a flattened axis, none of an axis of size 1
+    axes = [list(zip(as_shape(n), as_shape(step), strict=True)) for n, step in nested]
     shape = tuple(prod(size for size, _ in axis) for axis in axes)
     steps = [step for axis in axes for step in axis]
     if prod(shape) > len(every) or any(step < 0 for _, step in steps):
@@ -86,19 +90,6 @@ def mesh_shape_and_ranks(layout: Record, every: tuple[int, ...], rank: int) -> t
     if not 0 <= min(indices) <= max(indices) < len(every):
         raise ValueError("layout")
     return shape, tuple(every[index] for index in indices)
-
-
-def sizes_and_strides_of_axes(layout: dict[str, Any]) -> list[list[tuple[int, int]]]:
-    """Return sizes and strides of each axis of a layout: several of a flattened axis, none of an axis of size 1.
-
-    torch 2.9 stores all shapes in one tuple, all strides too.
-    """
-    if "axes" in layout:
-        nested = [(axis.attributes()["shape"], axis.attributes()["stride"]) for axis in layout["axes"]]
-    else:
-        shape, stride = (one if isinstance(one, tuple) else (one,) for one in (layout["shape"], layout["stride"]))
-        nested = [(n, step) if isinstance(n, tuple) else ((n,), (step,)) for n, step in zip(shape, stride, strict=True)]
-    return [list(zip(as_shape(n), as_shape(step), strict=True)) for n, step in nested]
 
 
 def unravel(index: int, shape: Shape) -> Shape:
@@ -177,8 +168,15 @@ class Specs:
             attributes = state[-1] if isinstance(state, tuple) else state
             local = as_tensor_record(attributes["_local_tensor"])
             spec = attributes["_spec"].attributes()
-            mesh = self.cached_mesh_of(spec["mesh"])
-            placements = self.cached_placements_of(spec["placements"], mesh)
+            mesh = self.meshes.get(id(spec["mesh"]))
+            if mesh is None:
+                mesh = self.meshes[id(spec["mesh"])] = read_mesh(spec["mesh"], self.rank, self.read_integers)
+            placements = self.placements.get(id(spec["placements"]))
+            if placements is None:
+                placements = tuple(read_placement(placement, mesh) for placement in spec["placements"])
+                self.placements[id(spec["placements"])] = placements
+            if len(placements) != len(mesh.shape):
+                raise Corrupt(f"expected {len(mesh.shape)} placements (axes of the mesh), found {len(placements)}")
             shape = as_shape(size)
             meta = spec.get("tensor_meta")
             if meta is not None and as_shape(meta.args[0]) != shape:
@@ -190,21 +188,6 @@ class Specs:
         if any(shard is not None and shard.dim >= len(shape) for shard in placements):
             raise Corrupt(f"a placement shards a dimension that shape {list(shape)} does not have")
         return Placed(Spec(local.dtype, shape), mesh, placements, order, local)
-
-    def cached_mesh_of(self, value: Any) -> Mesh:
-        known = self.meshes.get(id(value))
-        if known is None:
-            known = self.meshes[id(value)] = read_mesh(value, self.rank, self.read_integers)
-        return known
-
-    def cached_placements_of(self, value: Any, mesh: Mesh) -> tuple[Placement, ...]:
-        """Return the placements, one per axis of the mesh."""
-        known = self.placements.get(id(value))
-        if known is None:
-            known = self.placements[id(value)] = tuple(read_placement(placement, mesh) for placement in value)
-        if len(known) != len(mesh.shape):
-            raise Corrupt(f"expected {len(mesh.shape)} placements (axes of the mesh), found {len(known)}")
-        return known
 
 
 def read_placement(value: Record, mesh: Mesh) -> Placement:
@@ -246,12 +229,3 @@ def find_mesh_axis_order(value: Any, placements: tuple[Placement, ...]) -> tuple
     ):
         raise ValueError("shard_order")
     return tuple(order)
-
-
-def chunk_of_local_tensor(
-    local: TensorRecord, box: Box, at: Shape, entries: Mapping[str, ZipEntry], path: str
-) -> Chunk:
-    """Return the location of a box that begins at index `at` of the local tensor."""
-    start = local.offset + sum(i * stride for i, stride in zip(at, local.strides, strict=True))
-    record = TensorRecord(local.key, local.dtype, start, box.size, local.strides)
-    return locate_storage_of(record, entries).as_chunk(box, path)

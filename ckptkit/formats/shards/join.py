@@ -16,10 +16,18 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def join_files(files: Sequence[RankFile], report: Report = raise_problem) -> FlatState:
-    """Return the joined entries of all ranks. Replicas are spares; entries that differ become one per rank."""
+    """Return the joined entries of all ranks. Replicas are spares, blobs that differ become one per rank."""
     tensors = join_tensors(files, report)
     every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
-    joined = FlatState(tensors, {}, {name: every[name] for name in tensors}, replicas_by_name(files, tensors))
+    spares: dict[str, list[Chunk]] = {}
+    # the statistics of other ranks are no replicas
+    chosen = {name: set(tensor.chunks) for name, tensor in tensors.items() if not name.endswith(STATISTICS)}
+    for file in files:
+        for name, held in file.tensors.items():
+            if name in chosen:
+                spares.setdefault(name, []).extend(chunk for chunk in held.chunks if chunk not in chosen[name])
+    replicas = {name: tuple(chunks) for name, chunks in spares.items() if chunks}
+    joined = FlatState(tensors, {}, {name: every[name] for name in tensors}, replicas)
     for name in dict.fromkeys(name for file in files for name in file.flat.blobs):
         by_rank = {file.rank: file.flat.blobs[name] for file in files if name in file.flat.blobs}
         if len({blob.content for blob in by_rank.values()}) == 1:
@@ -48,17 +56,6 @@ def join_tensors(files: Sequence[RankFile], report: Report = raise_problem) -> d
 
 def report_naming_tensor(name: str, report: Report) -> Report:
     return lambda problem: report(problem.blame(tensor=name))
-
-
-def replicas_by_name(files: Sequence[RankFile], joined: Mapping[str, StoredTensor]) -> dict[str, tuple[Chunk, ...]]:
-    """Return the replicas of chunks in the joined tensors, except for statistics."""
-    spares: dict[str, list[Chunk]] = {}
-    chosen = {name: set(tensor.chunks) for name, tensor in joined.items() if not name.endswith(STATISTICS)}
-    for file in files:
-        for name, held in file.tensors.items():
-            if name in chosen:
-                spares.setdefault(name, []).extend(chunk for chunk in held.chunks if chunk not in chosen[name])
-    return {name: tuple(chunks) for name, chunks in spares.items() if chunks}
 
 
 def join_rank_tensors(
@@ -135,11 +132,8 @@ def check_shards_agree(tensor_by_rank: Mapping[int, RankTensor], of_first: Shard
         spread = other.spread
         assert isinstance(spread, ShardedTensor)
         if spread.boxes != of_first.boxes:
-            message = (
-                f"expected the list of {len(of_first.boxes)} shards that rank {min(tensor_by_rank)} has, "
-                f"found another list of "
-                f"{len(spread.boxes)} on rank {rank}"
-            )
+            expected = f"expected the list of {len(of_first.boxes)} shards that rank {min(tensor_by_rank)} has"
+            message = f"{expected}, found another list of {len(spread.boxes)} on rank {rank}"
             raise Corrupt(message, hint="check that all files come from one run")
         if not {chunk.box for chunk in other.chunks} <= set(of_first.boxes):
             raise Corrupt(f"rank {rank} has a shard that the list of all shards does not contain")

@@ -57,11 +57,17 @@ def join_by_rule(shards: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor
         if shard.spec.dtype != first.dtype or replace_sizes_at(shard.spec.shape, rule.axis, 1, ()) != rest:
             raise Corrupt(f"expected a tensor that fits {first} of another rank, found {shard.spec}")
     if len(first.shape) <= rule.axis:
-        raise Corrupt(
-            f"expected at least {rule.axis + 1} axes, because the ranks split axis {rule.axis}; found {first}"
-        )
-    sections = zip(*(split_sections(shard, rule.axis, rule) for shard in shards), strict=True)
-    joined = concatenate(list(chain.from_iterable(sections)), rule.axis)
+        why = f"because the ranks split axis {rule.axis}"
+        raise Corrupt(f"expected at least {rule.axis + 1} axes, {why}; found {first}")
+    cut_shards = []
+    for shard in shards:
+        extents = rule.extents or (shard.spec.shape[rule.axis] // rule.sections,) * rule.sections
+        if sum(extents) != shard.spec.shape[rule.axis]:
+            parts = f"parts of {', '.join(map(str, rule.extents))}" if rule.extents else f"{rule.sections} equal parts"
+            raise Corrupt(f"expected {parts} along axis {rule.axis}, found {shard.spec}")
+        ends = pairwise((0, *accumulate(extents)))
+        cut_shards.append([cut_axis(shard, rule.axis, start, stop) for start, stop in ends])
+    joined = concatenate(list(chain.from_iterable(zip(*cut_shards, strict=True))), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 
 
@@ -87,12 +93,3 @@ def as_lost_tensors(flat: FlatState, path: str) -> FlatState:
         for name, tensor in flat.tensors.items()
     }
     return FlatState(lost, {}, flat.keys)
-
-
-def split_sections(tensor: StoredTensor, axis: int, rule: JoinRule) -> list[StoredTensor]:
-    """Return the sections of a rank's shard along an axis."""
-    extents = rule.extents or (tensor.spec.shape[axis] // rule.sections,) * rule.sections
-    if sum(extents) != tensor.spec.shape[axis]:
-        parts = f"parts of {', '.join(map(str, rule.extents))}" if rule.extents else f"{rule.sections} equal parts"
-        raise Corrupt(f"expected {parts} along axis {axis}, found {tensor.spec}")
-    return [cut_axis(tensor, axis, start, stop) for start, stop in pairwise((0, *accumulate(extents)))]

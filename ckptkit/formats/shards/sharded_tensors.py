@@ -19,7 +19,7 @@ from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor_record, is_subclass
-from ckptkit.formats.shards.dtensors import Placed, Specs, chunk_of_local_tensor, is_dtensor, state_attributes_of
+from ckptkit.formats.shards.dtensors import Placed, Specs, is_dtensor, state_attributes_of
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Chunk, KeyPath, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
@@ -72,7 +72,12 @@ class _RankFlattening(Flattening):
 
     def chunks_of(self, parts: Iterable[tuple[TensorRecord, Box, Shape]]) -> tuple[Chunk, ...]:
         """Return the location of each part: a box that begins at an index of a local tensor."""
-        return tuple(chunk_of_local_tensor(local, box, at, self.entries, self.path) for local, box, at in parts)
+        chunks = []
+        for local, box, at in parts:
+            start = local.offset + sum(i * stride for i, stride in zip(at, local.strides, strict=True))
+            record = TensorRecord(local.key, local.dtype, start, box.size, local.strides)
+            chunks.append(locate_storage_of(record, self.entries).as_chunk(box, self.path))
+        return tuple(chunks)
 
     def read_integers(self, value: Any) -> list[int]:
         """Return the numbers in a small tensor of integers, row by row."""
