@@ -12,7 +12,7 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Pieces, Progress, Worker, visit_blocks
 from ckptkit.layout import Layout
 from ckptkit.layout.counting import Count, count_values
-from ckptkit.layout.plan import plan_full_read
+from ckptkit.layout.plan import Plan, in_file_order, self_copy_target
 
 
 class Tally:
@@ -45,7 +45,8 @@ def count_values_by_tensor(
     Verifies every chunk that has a recorded CRC-32. `progress` receives the bytes read, from one thread at a time.
     Raises `Corrupt` where bytes are missing or a CRC-32 differs, and `Usage` for a layout that has not been located.
     """
-    plan = plan_full_read(layout)
+    chunks = ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if chunk.box.numel)
+    plan = Plan(layout, layout, in_file_order(self_copy_target(name, chunk) for name, chunk in chunks))
     sources = Sources(plan, Ledger())
     tally = Tally(layout.tensors)
 

@@ -23,7 +23,6 @@ class NumberKey(str):
 
     @property
     def number(self) -> int:
-        """Return the key as an integer or boolean."""
         return self == "True" if self in ("True", "False") else int(self)
 
 
@@ -126,7 +125,6 @@ class Chunk(NamedTuple):
 
     @classmethod
     def lost(cls, box: Box, dtype: DType, fault: Fault) -> Chunk:
-        """Return a chunk whose bytes are lost."""
         return cls(box, "", 0, box.numel * dtype.itemsize, dtype, where=fault)
 
     @property
@@ -188,7 +186,6 @@ class StoredTensor:
 
     @property
     def is_lost(self) -> bool:
-        """Return whether any of its bytes are lost."""
         return any(chunk.is_lost for chunk in self.chunks)
 
     @property
@@ -315,7 +312,6 @@ class Layout:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tensors."""
         return sum(tensor.spec.nbytes for tensor in self.tensors.values())
 
     @property

@@ -87,7 +87,6 @@ class Box(NamedTuple):
 
 
 def full_box(shape: Shape) -> Box:
-    """Return the box of a full tensor."""
     return Box((0,) * len(shape), shape)
 
 
@@ -169,7 +168,6 @@ def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
 
 
 def starts_and_sizes_by_axis(boxes: Sequence[Box], ndim: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the starts and the sizes of the boxes along each axis."""
     starts, sizes = [box.start for box in boxes], [box.size for box in boxes]
     axes = [itemgetter(axis) for axis in range(ndim)]
     return [list(map(axis, starts)) for axis in axes], [list(map(axis, sizes)) for axis in axes]

@@ -123,7 +123,6 @@ class Plan:
 
     @cached_property
     def nbytes(self) -> int:
-        """Return how many bytes the plan writes."""
         return sum(target.chunk.length for target in self.targets)
 
     @property
@@ -189,12 +188,6 @@ def restrict_to_needed(src: Layout, dst: Layout, always_needed: Container[str] =
     tensors |= {name: tensor for name, tensor in src.tensors.items() if name in always_needed}
     blobs = {name: blob for name, blob in src.blobs.items() if name in dst.blobs}
     return replace(src, tensors=tensors, blobs=blobs)
-
-
-def plan_full_read(layout: Layout) -> Plan:
-    """Return the plan that reads every chunk of a layout unchanged, in the order of its files."""
-    chunks = ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if chunk.box.numel)
-    return Plan(layout, layout, in_file_order(self_copy_target(name, chunk) for name, chunk in chunks))
 
 
 def targets_for(

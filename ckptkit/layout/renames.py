@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from fnmatch import translate
 from glob import escape
-from itertools import islice
+from itertools import chain, islice
 
 from ckptkit.errors import Usage
 from ckptkit.layout.box import Shape
@@ -49,9 +49,14 @@ class Explained:
 def match_names_by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
     """Return our names, each with the name in `theirs` of a tensor of the same shape into which a rule renames it."""
     renamed: dict[str, str] = {}
+    # the first names of a shape on both sides may be the same tensor, the second names too, and so on
+    by_shape: dict[Shape | None, tuple[list[str], list[str]]] = {}
+    for side, shapes in enumerate((ours, theirs)):
+        for name in sorted(shapes, key=natural_sort_key):
+            by_shape.setdefault(shapes[name], ([], []))[side].append(name)
     votes: Counter[Renaming] = Counter()
-    for pair in suggest_pairs(ours, theirs):
-        changes = word_changes_between(*pair)
+    for old, new in chain.from_iterable(zip(*names, strict=False) for names in by_shape.values()):
+        changes = word_changes_between(old, new)
         if not all(word.isdecimal() for change in changes for word in change.old + change.new):
             votes[changes] += 1
     for rule, _ in votes.most_common(_MOST_TRIED):
@@ -65,16 +70,6 @@ def match_names_by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
         if len({fold_numbers(old) for old in pairs}) > 1:
             renamed |= pairs
     return renamed
-
-
-def suggest_pairs(ours: Shapes, theirs: Shapes) -> Iterator[tuple[str, str]]:
-    """Yield pairs that may be the same tensor: of each shape the first names of both sides, the second of both, etc."""
-    groups: dict[Shape | None, tuple[list[str], list[str]]] = {}
-    for side, shapes in enumerate((ours, theirs)):
-        for name in sorted(shapes, key=natural_sort_key):
-            groups.setdefault(shapes[name], ([], []))[side].append(name)
-    for our_names, their_names in groups.values():
-        yield from zip(our_names, their_names, strict=False)
 
 
 def word_changes_between(old: str, new: str) -> Renaming:

@@ -27,12 +27,10 @@ class SmallFloat:
 
     @property
     def smallest_normal(self) -> float:
-        """Return the smallest normal magnitude."""
         return 2.0 ** ((1 if self.mantissa else 0) - self.bias)
 
     @cached_property
     def value_by_bits(self) -> tuple[float, ...]:
-        """Return the value of each bit pattern."""
         return tuple(map(self._decode, range(1 << self.nbits)))
 
     def _decode(self, bits: int) -> float:

@@ -22,7 +22,6 @@ class View:
 
     @classmethod
     def of(cls, shape: Shape) -> Self:
-        """Return the view of a full tensor."""
         return cls(full_box(shape), tuple(range(len(shape))))
 
     @property

@@ -94,7 +94,6 @@ def is_record_of(value: Any, names: Sequence[str]) -> bool:
 
 
 def without_wrapper_prefixes(name: str) -> str:
-    """Return a name without the prefixes of wrappers."""
     return without_inner_prefixes(name).removeprefix(DDP.text)
 
 
@@ -113,11 +112,10 @@ def find_unequal_sizes(
 
 
 class WrapperPrefix(NamedTuple):
-    """A prefix, the wrapper that adds it, and its source file."""
+    """A prefix, and the wrapper that adds it."""
 
     text: str
     whose: str
-    source: str
 
 
 class Average(NamedTuple):
@@ -129,26 +127,22 @@ class Average(NamedTuple):
     text: str
     counters: frozenset[str]
     online: str | None
-    source: str
 
 
-# other data-parallel wrappers and averages use this prefix too; it may also be part of a model's own names
-DDP = WrapperPrefix("module.", "DistributedDataParallel", "torch/nn/parallel/distributed.py")
+# torch/nn/parallel/distributed.py; other data-parallel wrappers and averages use this prefix too, and models may
+DDP = WrapperPrefix("module.", "DistributedDataParallel")
 AVERAGES = (
-    Average("module.", frozenset({"n_averaged"}), None, "AveragedModel in torch/optim/swa_utils.py"),
-    Average("ema_model.", frozenset({"initted", "step"}), "online_model.", "EMA in ema_pytorch/ema_pytorch.py"),
+    Average("module.", frozenset({"n_averaged"}), None),  # AveragedModel in torch/optim/swa_utils.py
+    Average("ema_model.", frozenset({"initted", "step"}), "online_model."),  # EMA in ema_pytorch/ema_pytorch.py
 )
 
 # prefixes that never occur in a model's own names, so they are removed anywhere in a name
 INSIDE = (
-    WrapperPrefix("_orig_mod.", "torch.compile", "torch/_dynamo/eval_frame.py"),
-    WrapperPrefix("_fsdp_wrapped_module.", "FSDP1", "torch/distributed/fsdp/_common_utils.py"),
-    WrapperPrefix(
-        "_checkpoint_wrapped_module.",
-        "activation checkpointing",
-        "torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py",
-    ),
-    WrapperPrefix("_fpw_module.", "fairscale", "fairscale/nn/misc/flatten_params_wrapper.py"),
+    WrapperPrefix("_orig_mod.", "torch.compile"),  # torch/_dynamo/eval_frame.py
+    WrapperPrefix("_fsdp_wrapped_module.", "FSDP1"),  # torch/distributed/fsdp/_common_utils.py
+    # torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py
+    WrapperPrefix("_checkpoint_wrapped_module.", "activation checkpointing"),
+    WrapperPrefix("_fpw_module.", "fairscale"),  # fairscale/nn/misc/flatten_params_wrapper.py
 )
 WRAPPERS = (DDP, *INSIDE)
 
