@@ -236,8 +236,8 @@ def find_foreign_file_error(path: Path) -> CkptError | None:
     with opened_torch_save(path) as (read, length):
         if strange := find_wrong_kind_error(read(0, min(length, HEAD)), path):
             return strange
-        if strange := find_datastates_error(read, length):
-            return strange.blame(path=path)
+        if foreign := find_datastates_error(read, length):
+            return foreign.blame(path=path)
         try:
             program = find_program_error(read, length) if read(0, min(4, length)) == _ZIP else None
         except (Corrupt, Unsafe, Unsupported):

@@ -20,8 +20,6 @@ from ckptkit.formats.archives.zip_entries import (
     END64,
     END64_LOCATOR,
     LOCAL_HEADER,
-    ReadAt,
-    ZipEntry,
     check_byte_order,
     read_directory,
     read_entry_content,
@@ -70,7 +68,7 @@ class Storages:
         return key
 
     def _load_entry_value(self, blob: Blob) -> Any:
-        """Return a value from its pickle, or from its archive of torch.save together with the storages there."""
+        """Return a value from its pickle, or from its archive of torch.save; new storages replace those there."""
         if blob.content is not None:
             return inert_pickle.load(blob.content, ANY_NAME)[0]
         if blob.wrapper:
@@ -81,24 +79,20 @@ class Storages:
             entries = read_directory(read, length)
             check_byte_order(read, entries)
             value, _ = inert_pickle.load(read_entry_content(read, entries, "data.pkl", limit=length), ANY_NAME)
-            self._import_storages(value, read, entries)
+            keys: dict[str, str] = {}
+            for member in inert_pickle.walk_members(value):
+                if not isinstance(member, PersistentId):
+                    continue
+                match member.value:
+                    case ("storage", kind, str(key), *rest):
+                        if key not in keys:
+                            content = read_entry_content(read, entries, f"data/{key}", limit=self._room)
+                            self._use_budget(len(content))
+                            keys[key] = self.add_storage(content)
+                        member.value = ("storage", kind, keys[key], *rest)
+                    case _:
+                        raise Corrupt("data.pkl refers to an object that is not a storage")
         return value
-
-    def _import_storages(self, value: Any, read: ReadAt, entries: Mapping[str, ZipEntry]) -> None:
-        """Replace the storages that a value refers to by new ones, with the bytes from its archive."""
-        keys: dict[str, str] = {}
-        for member in inert_pickle.walk_members(value):
-            if not isinstance(member, PersistentId):
-                continue
-            match member.value:
-                case ("storage", kind, str(key), *rest):
-                    if key not in keys:
-                        content = read_entry_content(read, entries, f"data/{key}", limit=self._room)
-                        self._use_budget(len(content))
-                        keys[key] = self.add_storage(content)
-                    member.value = ("storage", kind, keys[key], *rest)
-                case _:
-                    raise Corrupt("data.pkl refers to an object that is not a storage")
 
     def _use_budget(self, nbytes: int) -> None:
         self._room -= nbytes
@@ -213,8 +207,8 @@ class _ArchiveBuilder:
             checksum = crc32(content)
             self.known += content
         if length:  # torch computes the offset of the next entry, and expects no checksum behind an empty one
-            size = Struct("<QQ" if length >= ALL_ONES else "<II")
-            self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + size.pack(length, length)
+            sizes = Struct("<QQ" if length >= ALL_ONES else "<II")
+            self.known += b"PK\x07\x08" + checksum.to_bytes(4, "little") + sizes.pack(length, length)
         wide = [value for value in (length, length, begin) if value >= ALL_ONES]
         extra = b"" if not wide else b"\x01\x00" + Struct(f"<H{len(wide)}Q").pack(8 * len(wide), *wide)
         size = min(length, ALL_ONES)

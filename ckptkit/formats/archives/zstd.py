@@ -77,10 +77,17 @@ class UnpackedFile:
             self.kept.remove()
 
     def unpack_entry(self, stored: Item) -> Item:
-        """Return the entry at its location in the temporary file, and located inside its archive."""
+        """Return the entry at its location in the temporary file, verified, and located inside its archive."""
         location = stored.path, stored.offset
         if location not in self._locations:
-            self._locations[location] = self._append(stored)
+            start = self._file.tell()
+            self._file.writelines(decompress(stored, self._files, self._decompressor))
+            self._file.flush()
+            length = self._file.tell() - start
+            read = self._ahead.reader_within(str(self.kept.path), start, length)
+            if isinstance(stored, Chunk) or read(0, min(2, length)) == b"PK":
+                check_archive(read, length)
+            self._locations[location] = start, length
         start, length = self._locations[location]
         unpacked = stored._replace(path=str(self.kept.path), offset=start, length=length, where=None)
         if not isinstance(unpacked, Chunk):
@@ -88,17 +95,6 @@ class UnpackedFile:
         if not unpacked.box.numel:
             return unpacked._replace(length=0)
         return locate_in_own_archive(unpacked, self._ahead, self._templates)
-
-    def _append(self, item: Chunk | Blob) -> tuple[int, int]:
-        """Append the contents of an entry's stream, and verify them; return offset and length in the temporary file."""
-        start = self._file.tell()
-        self._file.writelines(decompress(item, self._files, self._decompressor))
-        self._file.flush()
-        length = self._file.tell() - start
-        read = self._ahead.reader_within(str(self.kept.path), start, length)
-        if isinstance(item, Chunk) or read(0, min(2, length)) == b"PK":
-            check_archive(read, length)
-        return start, length
 
 
 def make_decompressor(root: Path) -> ZstdDecompressor:

@@ -36,11 +36,11 @@ from ckptkit.formats.dcp.read_metadata import (
     Reading,
     entries_file_name,
     find_rank_in_file_name,
-    has_strides,
     is_metadata,
     metadata_by_rank,
     read_metadata,
 )
+from ckptkit.formats.pickles.inert_pickle import Global
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.io.ranges import iterate_with_prefetch
@@ -135,7 +135,15 @@ class Dcp(FormatWriter):
 
     def least_torch_version(self, path: Path) -> str | None:
         """Return the torch version that introduced this checkpoint's description of tensors; None for the old one."""
-        return "2.15" if any(map(has_strides, map(read_metadata, metadata_by_rank(path).values()))) else None
+        for file in metadata_by_rank(path).values():
+            entries = read_metadata(file)["state_dict_metadata"].values()
+            kinds = ((type(entry), entry) for entry in entries)
+            tensors = (entry for of, entry in kinds if isinstance(of, Global) and of.name == "TensorStorageMetadata")
+            if (tensor := next(tensors, None)) is not None:
+                state = tensor.attributes()["properties"][0]
+                if isinstance(state, tuple) and len(state) > 5:  # the sixth is the strides
+                    return "2.15"
+        return None
 
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Yield the large entries of every archive, and items that are not archives. Verifies the small entries."""

@@ -9,7 +9,7 @@ several optimizers begin with `chained_0.` and so on (megatron/core/optimizer/op
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,12 @@ class Reading:
         tensors = {name: self.tensor(name) for name in self.specs}
         keys = self.keys
         if all(len(path) == 1 for path in keys.values()):  # Megatron-Core 0.9 records each name as its own path
-            inferred = infer_optimizer_keys((*tensors, *self.blobs), tensors)
+            inferred: dict[str, KeyPath] = {}
+            for name in (*tensors, *self.blobs):
+                if match := _OPTIMIZER.fullmatch(name):
+                    moment = _MOMENT.fullmatch(match[3])  # of a tensor of the checkpoint
+                    rest = moment.groups() if moment and moment[3] in tensors else (match[3],)
+                    inferred[name] = (*filter(None, match.groups()[:2]), *rest)
             keys = inferred if not keys or any(path[-3:-2] == ("state",) for path in inferred.values()) else keys
         spares = {name: tuple(chunks) for name, chunks in self.spares.items()}
         return Layout(self.root, format_name, tensors, self.blobs, keys, spares=spares)
@@ -255,28 +260,6 @@ def read_key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
         message = "`planner_data` and `state_dict_metadata` do not name the same entries"
         raise Corrupt(message, path=file, tensor=name, hint=RESTORE)
     return recorded
-
-
-def has_strides(metadata: Attributes) -> bool:
-    """Return whether the properties of a tensor have a sixth item, its strides, as torch 2.15 writes them."""
-    for entry in metadata["state_dict_metadata"].values():
-        of = type(entry)
-        if isinstance(of, Global) and of.name == "TensorStorageMetadata":
-            state = entry.attributes()["properties"][0]
-            return isinstance(state, tuple) and len(state) > 5
-    return False
-
-
-def infer_optimizer_keys(names: Iterable[str], tensors: Collection[str]) -> dict[str, KeyPath]:
-    """Return the key paths of an optimizer's entries by name. A state must belong to a tensor in `tensors`."""
-    keys = {}
-    for name in names:
-        match = _OPTIMIZER.fullmatch(name)
-        if match:
-            moment = _MOMENT.fullmatch(match[3])
-            rest = moment.groups() if moment and moment[3] in tensors else (match[3],)
-            keys[name] = (*filter(None, match.groups()[:2]), *rest)
-    return keys
 
 
 def tensors_file_name(rank: int) -> str:

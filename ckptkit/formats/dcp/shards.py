@@ -93,7 +93,6 @@ def row_shards(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
 
 
 def template_of_chunk(name: str, tensor: StoredTensor, box: Box) -> ZipTemplate:
-    """Return the archive around the bytes of a box of a tensor."""
     try:
         return template_of_spec(Spec(tensor.spec.dtype, box.size))
     except CkptError as error:
@@ -119,7 +118,6 @@ class KnownBytes:
 
 
 def size_of_file(items: list[ShardItem]) -> int:
-    """Return the size of a file in bytes."""
     return items[-1].offset + items[-1].nbytes if items else 0
 
 

@@ -53,7 +53,6 @@ class HuggingFace(FormatWriter):
         return name.endswith((_SUFFIX, _INDEX))
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank that wrote a file of shards; None for any other file."""
         match = _SHARD.fullmatch(name)
         return int(match[1]) - 1 if match else None
 
@@ -247,7 +246,6 @@ def two_exports_error(path: Path, other: str) -> Corrupt:
 
 
 def delta_error(path: Path) -> Unsupported:
-    """Return the error for files that contain weight updates."""
     hint = f"run `ckptkit apply BASE {path} OUT` with the checkpoint that it was made from"
     return Unsupported("expected a checkpoint, found a delta", path=path, hint=hint)
 

@@ -33,7 +33,6 @@ class Global(type):
     name: str
 
     def __new__(cls, module: str, name: str, *, is_flat: bool = False) -> Global:
-        """Return the class with this name."""
         attributes: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
         if is_flat:
             return super().__new__(cls, "Global", (FlatInstance,), attributes)
@@ -43,7 +42,6 @@ class Global(type):
         pass  # `__new__` does everything
 
     def __call__(cls, *args: Any) -> Record:
-        """Return the record of the call."""
         return Record(cls, args)
 
     def __setattr__(cls, name: str, value: Any) -> None:

@@ -132,31 +132,27 @@ def replacement_opcode(data: bytes, at: int) -> tuple[bytes | None, int]:
     if replacement is not None:
         return replacement, at + 1
     if opcode == _FRAME:
-        end_within_data(data, at + 9, read_little_endian(data, at + 1, 8))
+        end_of_counted(data, at + 1, 8)
         return b"", at + 9
     if opcode == _LONG_BINPUT:
-        end_within_data(
-            data, 0, read_little_endian(data, at + 1, 4)
-        )  # a valid memo never has more entries than the pickle has bytes
+        # a valid memo never has more entries than the pickle has bytes
+        if int.from_bytes(data[at + 1 : at + 5], "little") > len(data):
+            raise IndexError(at)
         return None, at + 5
     if not opcode or opcode in _FIXED:
         raise IndexError(at)
     width = _COUNTED.get(opcode[0])
     if width is None:
         raise Unsupported(f"damaged or not torch's: unknown pickle opcode 0x{opcode[0]:02x} at byte {at}")
-    start = at + 1 + width
-    return None, end_within_data(data, start, read_little_endian(data, at + 1, width))
+    return None, end_of_counted(data, at + 1, width)
 
 
-def read_little_endian(data: bytes, at: int, width: int) -> int:
-    return int.from_bytes(data[at : at + width], "little")
-
-
-def end_within_data(data: bytes, start: int, length: int) -> int:
-    """Return the end of `length` bytes from `start`. Raises `IndexError` if there are fewer bytes."""
-    if start + length > len(data):
-        raise IndexError(start)
-    return start + length
+def end_of_counted(data: bytes, at: int, width: int) -> int:
+    """Return the end of a length of `width` bytes and as many bytes as it says. Raises `IndexError` for fewer bytes."""
+    end = at + width + int.from_bytes(data[at : at + width], "little")
+    if end > len(data):
+        raise IndexError(at)
+    return end
 
 
 @cache

@@ -67,12 +67,6 @@ class InstanceShape(NamedTuple):
     attributes: tuple[Attribute, ...]
 
     @property
-    def pattern(self) -> bytes:
-        """Return the pattern of such an instance, with a group for each value."""
-        values = (re.escape(attribute.name + attribute.size) + _KINDS[attribute.kind] for attribute in self.attributes)
-        return b"".join((re.escape(self.of), rb"\)\x81\x94}\x94\(", *values, b"ub"))
-
-    @property
     def class_opcodes(self) -> Iterator[bytes]:
         """Yield the opcodes that fetch the class, then each attribute's name and torch.Size, or the class again."""
         yield self.of
@@ -307,4 +301,8 @@ def memo_get_pattern(places: Sequence[bytes], highest: int) -> re.Pattern[bytes]
 @lru_cache(maxsize=8)
 def _rows_pattern(shapes: tuple[InstanceShape, ...]) -> re.Pattern[bytes]:
     """Return the pattern of instances of these shapes in turn. Its groups are the values, then the remaining bytes."""
-    return re.compile(b"%b|(.+)" % b"".join(shape.pattern for shape in shapes), re.DOTALL)
+    pattern = b""
+    for shape in shapes:
+        values = (re.escape(attribute.name + attribute.size) + _KINDS[attribute.kind] for attribute in shape.attributes)
+        pattern += b"".join((re.escape(shape.of), rb"\)\x81\x94}\x94\(", *values, b"ub"))
+    return re.compile(b"%b|(.+)" % pattern, re.DOTALL)

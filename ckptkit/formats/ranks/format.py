@@ -161,7 +161,6 @@ class FilePerRank(FormatWriter):
         return tuple(lay_out_rank_files(wanted, example_of_checkpoint(wanted), options.world_size))
 
     def remarks_on_changes(self, wanted: Layout) -> Iterator[str]:
-        """Yield a sentence that ShardedTensors become DTensors."""
         if example_of_checkpoint(wanted).was_sharded:
             yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
 

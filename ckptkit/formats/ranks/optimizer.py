@@ -163,13 +163,11 @@ def join_flattened_states(
 
 
 def chunk_and_numel(state: RankTensor) -> tuple[Chunk, int]:
-    """Return a rank's chunk of a flattened state, and its number of elements."""
     (chunk,) = state.chunks
     return chunk, state.spec.numel
 
 
 def with_parameter_name(key: KeyPath, parameters: Mapping[int, Parameter]) -> KeyPath:
-    """Return a key path with the name of the parameter in place of its index."""
     if len(key) > AT and key[1] == "state":
         return (*key[:AT], parameters[int(key[AT])].name, *key[AT + 1 :])
     return key

@@ -169,25 +169,20 @@ class RankStorages(Storages):
         placements = self.writing.find_placements(name) if name in self.wanted.tensors else None
         if placements is None:
             return super().pickled_value_of(name)
+        stored, calls = self.wanted.tensors[name], self.writing.example.calls
         with errors_at(tensor=name):
-            return self.make_dtensor(name, placements)
-
-    def make_dtensor(self, name: str, placements: tuple[Placement, ...]) -> Record:
-        """Return a DTensor with its own storage; tied ones share theirs."""
-        stored = self.wanted.tensors[name]
-        grid = self.writing.grid
-        local_shape, pieces = local_shape_and_boxes(stored.spec.shape, grid.shape, self.where, placements)
-        if len(pieces) > 1:
-            raise Unsupported(f"expected one piece of the tensor on rank {self.rank}, found {len(pieces)}")
-        local = Spec(stored.spec.dtype, local_shape)
-        place_of = stored.chunks or name
-        if place_of not in self._local:
-            self._local[place_of] = self.add_storage(local.nbytes)
-        record = tensor_rebuild_record(local, self._local[place_of])
-        key, calls = self.wanted.key(name), self.writing.example.calls
-        # a state that the example lacks is written like its parameter
-        like = calls.get(name) or (calls.get(f"{MODEL}.{key[AT]}") if key[0] == OPTIMIZER else None)
-        return dtensor_record(stored.spec, placements, self.mesh_record, record, "cpu", like)
+            shape = self.writing.grid.shape
+            local_shape, pieces = local_shape_and_boxes(stored.spec.shape, shape, self.where, placements)
+            if len(pieces) > 1:
+                raise Unsupported(f"expected one piece of the tensor on rank {self.rank}, found {len(pieces)}")
+            local = Spec(stored.spec.dtype, local_shape)
+            place_of = stored.chunks or name  # tied tensors share a storage
+            if place_of not in self._local:
+                self._local[place_of] = self.add_storage(local.nbytes)
+            record = tensor_rebuild_record(local, self._local[place_of])
+            # a state that the example lacks is written like its parameter
+            like = calls.get(name) or (calls.get(f"{MODEL}.{key[AT]}") if key[0] == OPTIMIZER else None)
+            return dtensor_record(stored.spec, placements, self.mesh_record, record, like)
 
     @cached_property
     def mesh_record(self) -> Record:
@@ -245,7 +240,6 @@ def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:
 
 
 def copies_of(source: Chunk, chunk: Chunk, sources: OpenFiles) -> Iterator[tuple[str, Patch]]:
-    """Yield the bytes of a chunk that is a replica of `source`."""
     for at in range(0, chunk.length, _PIECE):
         size = min(_PIECE, chunk.length - at)
         yield chunk.path, (chunk.offset + at, read_at(sources[source.path], size, source.offset + at))

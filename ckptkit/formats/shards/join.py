@@ -17,7 +17,14 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 def join_files(files: Sequence[RankFile], report: Report = raise_problem) -> FlatState:
     """Return the joined entries of all ranks. Replicas are spares, blobs that differ become one per rank."""
-    tensors = join_tensors(files, report)
+    by_rank = {file.rank: file.tensors for file in files}
+    tensors: dict[str, StoredTensor] = {}
+    for name in dict.fromkeys(name for file in files for name in file.flat.tensors):
+        parts = {rank: own[name] for rank, own in by_rank.items() if name in own}
+        try:
+            tensors[name] = join_rank_tensors(name, parts, report)
+        except CkptError as error:
+            report(error.blame(tensor=name))
     every = {name: key for file in reversed(files) for name, key in file.flat.keys.items()}
     spares: dict[str, list[Chunk]] = {}
     # the statistics of other ranks are no replicas
@@ -29,64 +36,41 @@ def join_files(files: Sequence[RankFile], report: Report = raise_problem) -> Fla
     replicas = {name: tuple(chunks) for name, chunks in spares.items() if chunks}
     joined = FlatState(tensors, {}, {name: every[name] for name in tensors}, replicas)
     for name in dict.fromkeys(name for file in files for name in file.flat.blobs):
-        by_rank = {file.rank: file.flat.blobs[name] for file in files if name in file.flat.blobs}
-        if len({blob.content for blob in by_rank.values()}) == 1:
-            joined.put(every[name], next(iter(by_rank.values())))
+        blobs = {file.rank: file.flat.blobs[name] for file in files if name in file.flat.blobs}
+        if len({blob.content for blob in blobs.values()}) == 1:
+            joined.put(every[name], next(iter(blobs.values())))
         else:
-            for rank, blob in by_rank.items():
+            for rank, blob in blobs.items():
                 joined.put((OWN, f"rank_{rank}", *every[name]), blob)
     return joined
 
 
-def join_tensors(files: Sequence[RankFile], report: Report = raise_problem) -> dict[str, StoredTensor]:
-    """Return every tensor with the chunks of all ranks. Reports missing ranks, and tensors that do not fit together."""
-    names = dict.fromkeys(name for file in files for name in file.flat.tensors)
-    by_rank = {file.rank: file.tensors for file in files}
-    joined = {}
-    for name in names:
-        parts = {rank: tensors[name] for rank, tensors in by_rank.items() if name in tensors}
-        try:
-            joined[name] = join_rank_tensors(
-                parts, report_naming_tensor(name, report), may_differ=name.endswith(STATISTICS)
-            )
-        except CkptError as error:
-            report(error.blame(tensor=name))
-    return joined
-
-
-def report_naming_tensor(name: str, report: Report) -> Report:
-    return lambda problem: report(problem.blame(tensor=name))
-
-
-def join_rank_tensors(
-    tensor_by_rank: Mapping[int, RankTensor], report: Report, *, may_differ: bool = False
-) -> StoredTensor:
-    """Return one tensor with all ranks' chunks. Raises `Unsupported` if plain copies differ, unless `may_differ`."""
+def join_rank_tensors(name: str, tensor_by_rank: Mapping[int, RankTensor], report: Report) -> StoredTensor:
+    """Return one tensor with all ranks' chunks. Raises `Unsupported` if plain copies differ, unless of statistics."""
     first, tensor = next(iter(tensor_by_rank.items()))
     for rank, other in tensor_by_rank.items():
         if other.spec != tensor.spec or type(other.spread) is not type(tensor.spread):
-            expected, found = describe_rank_tensor(tensor), describe_rank_tensor(other)
+            kinds = {Placed: "a DTensor", ShardedTensor: "a ShardedTensor"}
+            expected, found = (f"{kinds.get(type(one.spread), 'a plain tensor')} {one.spec}" for one in (tensor, other))
             message = f"expected {expected} as on rank {first}, found {found} on rank {rank}"
             raise Corrupt(message, hint="check that all files come from one run")
     if isinstance(tensor.spread, Placed):
-        return StoredTensor(tensor.spec, unique_chunks(join_dtensor_chunks(tensor_by_rank, tensor.spread, report)))
+        chunks = join_dtensor_chunks(name, tensor_by_rank, tensor.spread, report)
+        return StoredTensor(tensor.spec, unique_chunks(chunks))
     if isinstance(tensor.spread, ShardedTensor):
-        check_shards_agree(tensor_by_rank, tensor.spread, report)
+        check_shards_agree(name, tensor_by_rank, tensor.spread, report)
         return StoredTensor(
             tensor.spec, unique_chunks(chunk for other in tensor_by_rank.values() for chunk in other.chunks)
         )
     for rank, other in tensor_by_rank.items():
-        if not may_differ:
+        if not name.endswith(STATISTICS):
             require_equal_replicas(first, tensor, rank, other)
     return StoredTensor(tensor.spec, tensor.chunks)
 
 
-def describe_rank_tensor(tensor: RankTensor) -> str:
-    kinds = {Placed: "a DTensor", ShardedTensor: "a ShardedTensor"}
-    return f"{kinds.get(type(tensor.spread), 'a plain tensor')} {tensor.spec}"
-
-
-def join_dtensor_chunks(tensor_by_rank: Mapping[int, RankTensor], of_first: Placed, report: Report) -> Iterable[Chunk]:
+def join_dtensor_chunks(
+    name: str, tensor_by_rank: Mapping[int, RankTensor], of_first: Placed, report: Report
+) -> Iterable[Chunk]:
     """Yield a DTensor's chunks without replicas, in the order of the mesh. Ranks outside the mesh have replicas."""
     for rank, other in tensor_by_rank.items():
         spread = other.spread
@@ -100,7 +84,8 @@ def join_dtensor_chunks(tensor_by_rank: Mapping[int, RankTensor], of_first: Plac
     missing = [rank for rank in of_first.mesh.ranks if rank not in tensor_by_rank]
     if missing:
         message = f"expected a shard from each of {len(of_first.mesh.ranks)} ranks, found none from rank {missing[0]}"
-        report(Incomplete(message, hint="check that no file is missing or from another run", ranks=missing))
+        hint = "check that no file is missing or from another run"
+        report(Incomplete(message, tensor=name, hint=hint, ranks=missing))
     first_rank = {}
     for rank in (rank for rank in of_first.mesh.ranks if rank in tensor_by_rank):
         spread = tensor_by_rank[rank].spread
@@ -126,7 +111,9 @@ def require_equal_replicas(one: int, held: RankTensor, other: int, other_held: R
             raise Unsupported(message, hint=hint)
 
 
-def check_shards_agree(tensor_by_rank: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report) -> None:
+def check_shards_agree(
+    name: str, tensor_by_rank: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report
+) -> None:
     """Raise `Corrupt` unless all ranks agree on all boxes, and each has one of them; report a missing rank."""
     for rank, other in tensor_by_rank.items():
         spread = other.spread
@@ -140,7 +127,8 @@ def check_shards_agree(tensor_by_rank: Mapping[int, RankTensor], of_first: Shard
     beyond = [rank for rank in of_first.ranks if rank is not None and rank not in tensor_by_rank]
     if beyond:
         message = f"expected a shard from each of {len(of_first.ranks)} ranks, found none from rank {beyond[0]}"
-        report(Incomplete(message, hint="check that no file is missing or from another run", ranks=beyond))
+        hint = "check that no file is missing or from another run"
+        report(Incomplete(message, tensor=name, hint=hint, ranks=beyond))
 
 
 def unique_chunks(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:

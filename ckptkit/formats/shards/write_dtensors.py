@@ -97,48 +97,42 @@ def mesh_layout_record(grid: RankMesh, like: Record | None) -> Record:
 
 
 def dtensor_record(
-    spec: Spec, placements: Sequence[Placement], mesh: Record, local: Record, device: str, like: Record | None
+    spec: Spec, placements: Sequence[Placement], mesh: Record, local: Record, like: Record | None
 ) -> Record:
-    """Return torch's call that rebuilds a DTensor from the local tensor of a rank."""
-    dtype = Global("torch", spec.dtype.name)
-    strides = row_major_strides(spec.shape)
-    of = like.args[1] if like is not None else _DTENSOR
-    where = Record(Global("torch", "device"), (device,))
-    layout = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    call = (of, dtype, spec.shape, strides, 0, layout, where, False)
-    described = dtensor_spec_record(spec, placements, mesh, None if like is None else like.args[3][-1]["_spec"])
-    state = (None, {"_local_tensor": local, "_spec": described})
-    return Record(REBUILD_OF_TYPE, (REBUILD_WRAPPER, of, call, state))
+    """Return torch's call that rebuilds a DTensor from the local tensor of a rank, on the CPU.
 
-
-def dtensor_spec_record(spec: Spec, placements: Sequence[Placement], mesh: Record, like: Record | None) -> Record:
-    """Return the spec of a DTensor: the spec of `like` on another mesh, or a new one."""
-    dtype = Global("torch", spec.dtype.name)
+    Imitates the DTensor `like`, whose spec it takes over but for the mesh.
+    """
+    of = _DTENSOR if like is None else like.args[1]
+    dtype, strides = Global("torch", spec.dtype.name), row_major_strides(spec.shape)
     size = Record(Global("torch", "Size"), (spec.shape,))
     if like is not None:
-        old = like.attributes()
+        imitated = like.args[3][-1]["_spec"]
+        old = imitated.attributes()
         meta = old.get("tensor_meta")
         kind = meta.of if isinstance(meta, Record) else _META
-        fresh = Record(kind, (size, row_major_strides(spec.shape), dtype), is_new=True)
-        changes = {"mesh": mesh, "tensor_meta": fresh, "_hash": None}
-        return new_object_record(
-            like.of if isinstance(like.of, Global) else _SPEC, {n: changes.get(n, v) for n, v in old.items()}
-        )
-    order = [
-        Record(_ORDER, (dim, tuple(axis for axis, p in enumerate(placements) if p and p.dim == dim)), is_new=True)
-        for dim in sorted({p.dim for p in placements if p})
-    ]
-    return new_object_record(
-        _SPEC,
-        {
+        changes = {"mesh": mesh, "tensor_meta": Record(kind, (size, strides, dtype), is_new=True), "_hash": None}
+        spec_kind = imitated.of if isinstance(imitated.of, Global) else _SPEC
+        described = new_object_record(spec_kind, {name: changes.get(name, value) for name, value in old.items()})
+    else:
+        axes_by_dim = {
+            shard.dim: tuple(axis for axis, other in enumerate(placements) if other and other.dim == shard.dim)
+            for shard in placements
+            if shard
+        }
+        state = {
             "mesh": mesh,
             "placements": tuple(
                 new_object_record(Global(_PLACEMENTS, "Shard" if p else "Replicate"), {"dim": p.dim} if p else {})
                 for p in placements
             ),
-            "tensor_meta": Record(_META, (size, row_major_strides(spec.shape), dtype), is_new=True),
-            "shard_order": tuple(order),
+            "tensor_meta": Record(_META, (size, strides, dtype), is_new=True),
+            "shard_order": tuple(Record(_ORDER, entry, is_new=True) for entry in sorted(axes_by_dim.items())),
             "use_strided_shard_as_shard_order": False,
             "_hash": None,
-        },
-    )
+        }
+        described = new_object_record(_SPEC, state)
+    device = Record(Global("torch", "device"), ("cpu",))
+    layout = Record(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    call = (of, dtype, spec.shape, strides, 0, layout, device, False)
+    return Record(REBUILD_OF_TYPE, (REBUILD_WRAPPER, of, call, (None, {"_local_tensor": local, "_spec": described})))
