@@ -95,7 +95,7 @@ def _distance_of_part(
         gaps = gaps[is_finite]
         gap = _dot(gaps)
     if is_different.ndim == 2:
-        is_different = is_different.any(axis=1)
+        is_different = np.logical_or.reduce(is_different, axis=1)
     first, at = None, int(is_different.argmax())
     if is_different[at]:
         index = np.unravel_index(start + at, box.size) if box.size else ()
@@ -158,7 +158,9 @@ def _bits_differ(a: Elements, b: Elements) -> Array:
     itemsize = a[1].itemsize
     raw = f"u{min(itemsize, 8)}"
     differ: Array = np.not_equal(np.frombuffer(a[0], raw), np.frombuffer(b[0], raw))
-    return differ if itemsize <= 8 else differ.reshape(-1, itemsize // 8).any(axis=1)
+    if itemsize > 8:
+        differ = np.logical_or.reduce(differ.reshape(-1, itemsize // 8), axis=1)
+    return differ
 
 
 def _widen(numbers: Array) -> Array:

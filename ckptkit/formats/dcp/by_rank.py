@@ -40,18 +40,13 @@ def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Readi
     for rank, reading in ranks.items():
         for name in reading.names:
             by_name.setdefault(name, {})[rank] = reading.entry(name)
-    contents = read_content_ids(
-        path, [by_rank for by_rank in by_name.values() if is_full_on_each_rank(by_rank)], report
-    )
+    in_shards = {name for name, by_rank in by_name.items() if any(map(is_shard_of_entry, by_rank.values()))}
+    repeated = {name: by_rank for name, by_rank in by_name.items() if len(by_rank) > 1 and name not in in_shards}
+    contents = read_content_ids(path, list(repeated.values()), report)
     keys = {name: next(ranks[rank].key(name) for rank in by_rank) for name, by_rank in by_name.items()}
-    sharded = {
-        top_level_key(keys[name]) for name, by_rank in by_name.items() if any(map(is_shard_of_entry, by_rank.values()))
-    }
+    sharded = {top_level_key(keys[name]) for name in in_shards}
     for name, by_rank in by_name.items():
-        is_equal = (
-            not is_full_on_each_rank(by_rank)
-            or len({contents[byte_range_of(entry)] for entry in by_rank.values()}) == 1
-        )
+        is_equal = name not in repeated or len({contents[byte_range_of(entry)] for entry in by_rank.values()}) == 1
         is_float = all(
             isinstance(entry, StoredTensor) and entry.spec.dtype.kind == "float" for entry in by_rank.values()
         )
@@ -72,11 +67,6 @@ def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Readi
         if name.endswith(STATISTICS):
             add_joined_entry(joined, name, keys[name], [next(iter(by_rank.values()))])
     return joined
-
-
-def is_full_on_each_rank(by_rank: _EntryByRank) -> bool:
-    """Return whether several ranks have an entry, and each of them has all of it."""
-    return len(by_rank) > 1 and not any(map(is_shard_of_entry, by_rank.values()))
 
 
 def is_shard_of_entry(entry: Entry) -> bool:

@@ -6,7 +6,7 @@ Source: torch/_utils.py, torch/_tensor.py and torch/serialization.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import Any
@@ -34,7 +34,8 @@ STORAGES = {
 _TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 _REBUILDS = (*_TENSORS, *_PARAMETERS)
-_in_torch_utils = cache(partial(Global, "torch._utils"))
+_TENSOR_CALLS = tuple(Global("torch._utils", name) for name in _TENSORS)
+_PARAMETER_CALLS = tuple(Global("torch._utils", name) for name in _PARAMETERS)
 _SIZE = Global("torch", "Size")
 REBUILD_OF_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 REBUILD_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -150,7 +151,7 @@ def is_subclass(value: object, name: str, modules: str | tuple[str, ...]) -> boo
 def as_tensor_record(value: object) -> TensorRecord:
     """Return the tensor of a pickled value. Raises `Unsupported` for any other kind of object."""
     call = plain_tensor_call(value)
-    if not any(is_torch_utils_call(call, name) for name in _TENSORS):
+    if not isinstance(call, Record) or call.of not in _TENSOR_CALLS:
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
         what = _REFUSED.get(made_by, f"a tensor that is not a plain one ({made_by or type(call).__name__})")
         if made_by.endswith(_MADE_ANEW):
@@ -167,7 +168,7 @@ def as_tensor_record(value: object) -> TensorRecord:
 def plain_tensor_call(value: object) -> Any:
     """Return the call that rebuilds the plain tensor in a parameter, a buffer or a tensor with attributes."""
     while isinstance(value, Record) and isinstance(value.args, tuple):
-        if any(is_torch_utils_call(value, name) for name in _PARAMETERS) and value.args:
+        if value.of in _PARAMETER_CALLS and value.args:
             value = value.args[0]
         elif value.of == REBUILD_OF_TYPE and len(value.args) == 4 and value.args[1] in _PLAIN_TYPES:
             function, _, arguments, _ = value.args
@@ -194,10 +195,6 @@ def find_unquantized_tensor(value: Record) -> Any | None:
     return None
 
 
-def is_torch_utils_call(value: object, name: str) -> bool:
-    return isinstance(value, Record) and value.of == _in_torch_utils(name)
-
-
 def parse_rebuild(call: Record) -> TensorRecord:
     """Parse `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks, [dtype], [bits])`.
 
@@ -208,7 +205,7 @@ def parse_rebuild(call: Record) -> TensorRecord:
         shape, strides = as_shape(shape), as_shape(strides)
         kind, storage_type, key, _location, _numel, *view = storage.value
         offset += view[0][1] if view and view[0] else 0
-        typed = not is_torch_utils_call(call, "_rebuild_tensor_v3")
+        typed = call.of != _TENSOR_CALLS[-1]  # `_rebuild_tensor_v3`
         dtype = DTYPES[STORAGES[storage_type.name] if typed else call.args[6].name]
         bits = call.args[6 if typed else 7 :]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
