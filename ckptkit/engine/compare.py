@@ -17,7 +17,8 @@ from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Pieces, Progress, Worker, visit_blocks
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
-from ckptkit.layout.box import Box, full_box, row_major_strides
+from ckptkit.layout.axes import unsplit_index
+from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Plan, Recipe, in_file_order, make_plan, targets_for
@@ -159,11 +160,7 @@ def with_tensor_index(distance: Distance, *tensors: StoredTensor) -> Distance:
     splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
     if splits is None or distance.first is None:
         return distance
-    remaining, index = distance.first, []
-    for extents in splits:
-        parts, remaining = remaining[: len(extents)], remaining[len(extents) :]
-        index.append(sum(i * step for i, step in zip(parts, row_major_strides(extents), strict=True)))
-    return replace(distance, first=tuple(index))
+    return replace(distance, first=unsplit_index(splits, distance.first))
 
 
 def are_equal_buffers(a: memoryview, b: memoryview) -> bool:

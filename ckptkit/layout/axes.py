@@ -202,6 +202,15 @@ def with_unsplit_chunks(tensor: StoredTensor) -> StoredTensor:
     return StoredTensor(tensor.spec, tuple(chunks))
 
 
+def unsplit_index(splits: Splits, index: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of an element in a tensor. `index` is its index with the axes split."""
+    remaining, merged = list(index), []
+    for extents in splits:
+        parts, remaining = remaining[: len(extents)], remaining[len(extents) :]
+        merged.append(sum(i * step for i, step in zip(parts, row_major_strides(extents), strict=True)))
+    return tuple(merged)
+
+
 def cut_chunk_to_box(chunk: Chunk, box: Box) -> Chunk:
     """Return a box of a chunk in the same file. Its checksum covers the bytes of the original chunk."""
     if box == chunk.box:
