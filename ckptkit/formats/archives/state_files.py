@@ -56,23 +56,21 @@ def is_torch_tar(head: bytes) -> bool:
 
 def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     """Return the object in a file, and the location of its pickle and storages, named as an archive's entries."""
-    pickled = _Pickles(read, length)
-    if is_torch_tar(pickled.data):
+    if is_torch_tar(read(0, min(length, HEAD))):
         hint = "load the file with torch and save it again"
         raise Unsupported("this is a tar archive, an early format of torch.save", hint=hint)
-    magic, version, machine = pickled.read_next_pickle(), pickled.read_next_pickle(), pickled.read_next_pickle()
+    pickles = legacy_pickles(read, length)
+    (magic, _), (version, _), (machine, begin) = next(pickles), next(pickles), next(pickles)
     if magic != _MAGIC or version != _VERSION:
         raise Unsupported(f"expected version {_VERSION} of torch.save's old format, found another version")
     if not isinstance(machine, dict) or machine.get("little_endian") is not True:
         raise Unsupported("the file was saved in big-endian byte order")
-    begin = pickled.at
-    state = pickled.read_next_pickle()
-    entries = {"data.pkl": ZipEntry(begin, pickled.at - begin, 0)}
-    keys = pickled.read_next_pickle()
+    state, end = next(pickles)
+    entries = {"data.pkl": ZipEntry(begin, end - begin, 0)}
+    keys, at = next(pickles)
     sizes = storage_sizes(state)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(sizes):
         raise Corrupt("the storages in the file's list differ from the storages that its tensors use")
-    at = pickled.at
     for key in keys:
         numel, itemsize = sizes[key]
         start, nbytes = at + _COUNT_BYTES, numel * itemsize
@@ -105,25 +103,19 @@ def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-class _Pickles:
-    """The consecutive pickles at the start of a file. Reads little more of the file than the pickles need."""
-
-    def __init__(self, read: ReadAt, length: int) -> None:
-        self.read = read
-        self.length = min(length, _READ_LIMIT)
-        self.data = read(0, min(self.length, _FIRST_READ))
-        self.at = 0
-
-    def read_next_pickle(self) -> Any:
-        while True:
-            try:
-                value, self.at = inert_pickle.load(self.data, ANY_NAME, at=self.at)
-            except Corrupt:
-                if len(self.data) == self.length:
-                    raise
-                self.data = self.read(0, min(self.length, 4 * len(self.data)))
-            else:
-                return value
+def legacy_pickles(read: ReadAt, length: int) -> Iterator[tuple[Any, int]]:
+    """Yield the values pickled at the start of a file, each with the offset after it. Reads little more than these."""
+    limit, at = min(length, _READ_LIMIT), 0
+    data = read(0, min(limit, _FIRST_READ))
+    while True:
+        try:
+            value, at = inert_pickle.load(data, ANY_NAME, at=at)
+        except Corrupt:
+            if len(data) == limit:
+                raise
+            data = read(0, min(limit, 4 * len(data)))
+        else:
+            yield value, at
 
 
 HEAD = 2048  # bytes, enough for the first entry's name
