@@ -24,7 +24,7 @@ from ckptkit.checks.own_files import OwnFiles
 from ckptkit.checks.verify import bytes_at_path as size_of_part
 from ckptkit.checks.verify import require_no_problems, verify_component
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.formats import FormatReader
+from ckptkit.formats import FormatReader, has_known_file_name
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
 from ckptkit.hub.transfers import (
@@ -55,7 +55,7 @@ from ckptkit.io.stores.hub_calls import (
 from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_errors
 from ckptkit.layout import Layout
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
-from ckptkit.models.companions import find_companions_in
+from ckptkit.models.companions import extra_modules_in, find_companions_in
 from ckptkit.summary import Summarized
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.version import __version__
@@ -163,6 +163,7 @@ class Selection:
 def select_files(source: Source, repo_id: str) -> Selection:
     """Return the files to push of the checkpoint at `source`, or of a run's latest: those of its model component.
 
+    Directories inside are left out, unless the checkpoint needs files in them, or they are modules after a transformer.
     Raises `Usage` if the model is a single file.
     """
     checkpoint = Checkpoint.open(source)
@@ -175,9 +176,14 @@ def select_files(source: Source, repo_id: str) -> Selection:
     contents: dict[str, Content] = {}
     beside = [] if root == checkpoint.path else [child for child in list_children(checkpoint.path) if child != root]
     left_out = {child.name: find_reason_not_pushed(child) or "not the model's" for child in beside}
+    modules = extra_modules_in(root)
     for child in list_children(root):
+        below = {name: root / name for name in needed if name.startswith(f"{child.name}/")}
         reason = None if child.name in needed else find_reason_not_pushed(child)
-        if reason is None:
+        if below or child.name in modules:
+            inside = (path for path in sorted(child.rglob("*")) if find_reason_not_pushed(path) is None)
+            contents |= {str(path.relative_to(root)): path for path in inside} | below
+        elif reason is None:
             contents[child.name] = child
         else:
             left_out[child.name] = reason
@@ -282,7 +288,7 @@ def names_to_remove(selection: Selection, remote_names: Collection[str]) -> set[
     """Return the files on the Hub that belong to an earlier checkpoint at the same place and not to the pushed one."""
     folders = {name.rpartition("/")[0] for name in selection.contents}
     others = {name for name in remote_names if name.rpartition("/")[0] in folders} - selection.contents.keys()
-    removed = set(filter(selection.reader.owns_file, others))
+    removed = {name for name in others if Path(name).name == MANIFEST or has_known_file_name([Path(name).name])}
     if not any(name.startswith("adapter_model.") for name in others - removed):
         removed |= others & {ADAPTER_CONFIG}  # without the adapter, loaders fail on its config
     return removed

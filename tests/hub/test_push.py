@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit import consolidate, push
+from ckptkit import consolidate, convert, push
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.stores.hub_errors import as_line_without_token
 from tests import producers
@@ -186,6 +186,8 @@ def test_pushed_again_only_changes_are_sent(hub: Hub, model: Path) -> None:
 def test_shards_of_an_earlier_checkpoint_go(hub: Hub, model: Path) -> None:
     old = {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "LICENSE"}
     old |= {"adapter_model.safetensors", "adapter_config.json"}  # transformers would follow the config to its base
+    old |= {".metadata", "__0_0.distcp", "ckptkit.json"}
+    (model / "ckptkit.json").unlink()
     kept = {"unet/model.safetensors", "step-1/__0_0.distcp"}  # other checkpoints in folders
     hub.put("org/tiny", dict.fromkeys(old | kept, b"old"))
     plan = ckptkit(hub, "push", model, "org/tiny")
@@ -195,6 +197,26 @@ def test_shards_of_an_earlier_checkpoint_go(hub: Hub, model: Path) -> None:
     assert there >= {"LICENSE", *kept}
     assert not there & (old - {"LICENSE"})
     assert len(hub.repositories["org/tiny"].commits) == 3
+
+
+def test_files_in_directories_that_the_checkpoint_is_made_of(hub: Hub, model: Path, tmp_path: Path) -> None:
+    state = {"state": {"w": {"exp_avg": torch.ones(2, 2)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    torch.save({"model": {"w": torch.ones(2, 2)}, "optimizer": state}, tmp_path / "all.pt")
+    convert(tmp_path / "all.pt", tmp_path / "universal", to="universal")
+    assert ckptkit(hub, "push", tmp_path / "universal", "org/universal", "--yes").returncode == 0
+    names = {str(path.relative_to(tmp_path / "universal")) for path in (tmp_path / "universal").rglob("*.pt")}
+    assert names
+    assert hub.files("org/universal").keys() >= names
+
+    (model / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]')
+    for module in ("1_Pooling", "2_Dense", "runs"):
+        (model / module).mkdir()
+        (model / module / "config.json").write_text("{}")
+    save_file({"linear.weight": torch.ones(2, 2)}, model / "2_Dense/model.safetensors")
+    plan = ckptkit(hub, "push", model, "org/sentences", "--yes")
+    there = hub.files("org/sentences").keys()
+    assert there >= {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"}, plan
+    assert "runs/config.json" not in there
 
 
 @pytest.mark.slow

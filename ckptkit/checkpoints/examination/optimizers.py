@@ -8,10 +8,10 @@ element of the parameter.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
-from struct import pack
 
 from ckptkit.checkpoints.examination.facts import Facts, without_wrappers
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
@@ -28,7 +28,7 @@ _JUDGED = ELEMENTWISE - {"momentum", "sum", "ax", "prev", "step_size", "state1",
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
 _MARKS_OF_PACKED_STATES = ("projector", "ortho_matrix", "absmax", "qmap")  # the other states are projected or packed
 _FLOATS = ("float", "small_float")
-_COUNTERS = ("global_steps", "skipped_steps")  # of DeepSpeed: an overflow of gradients skips a step
+_COUNTERS = ("global_steps", "skipped_steps")  # a step with infinite gradients is skipped
 _FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
 # States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
 # gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups. torch's optimizers keep
@@ -233,7 +233,7 @@ def find_train_mode_schedule_free(facts: Facts) -> Iterator[Inconsistency]:
 
 
 def find_other_step(facts: Facts) -> Iterator[Inconsistency]:
-    """Yield the optimizers with another step than DeepSpeed's counters, which are in another file of the save.
+    """Yield the optimizers with another step than the job's counters, which are in another file of the save.
 
     The files may be of two saves; or the job loaded its weights without their optimizer. The step in a tensor is
     compared by its CRC-32.
@@ -243,8 +243,8 @@ def find_other_step(facts: Facts) -> Iterator[Inconsistency]:
     if len(counted) < len(_COUNTERS) or not all(isinstance(value, int) for value in counted):
         return
     taken = counted[0] - counted[1]
-    steps = (taken, taken + 1)  # without ZeRO, DeepSpeed makes the states by a step of its own
-    sums = {crc32(pack(form, step)) for step in steps for form in ("<f", "<q")}
+    steps = (taken, taken + 1)  # some jobs make the states by a step of their own
+    sums = {crc32(array(code, [step]).tobytes()) for step in steps for code in "fq"}  # float32 or int64
     for states in facts.states_among(facts.layout.names).values():
         name = next((entries["step"] for entries in states.values() if "step" in entries), None)
         if name is None:
