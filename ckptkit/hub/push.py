@@ -67,6 +67,8 @@ _OF_TRAINING = (
     *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),
     *("rng_state*", "random_states*", "trainer_state.json", "training_args.bin", "custom_checkpoint_*"),
 )
+# what `save_pretrained` writes in transformers, PEFT and diffusers, and DCP's writer of safetensors
+_LOADED = re.compile(r"(shard-\d+-)?(diffusion_pytorch_|adapter_)?model(\.\w+)?(-\d+-of-\d+)?\.safetensors")
 _TEMPORARY = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
 
 
@@ -288,10 +290,16 @@ def names_to_remove(selection: Selection, remote_names: Collection[str]) -> set[
     """Return the files on the Hub that belong to an earlier checkpoint at the same place and not to the pushed one."""
     folders = {name.rpartition("/")[0] for name in selection.contents}
     others = {name for name in remote_names if name.rpartition("/")[0] in folders} - selection.contents.keys()
-    removed = {name for name in others if Path(name).name == MANIFEST or has_known_file_name([Path(name).name])}
+    removed = {name for name in others if is_name_of_checkpoint(Path(name).name)}
     if not any(name.startswith("adapter_model.") for name in others - removed):
         removed |= others & {ADAPTER_CONFIG}  # without the adapter, loaders fail on its config
     return removed
+
+
+def is_name_of_checkpoint(name: str) -> bool:
+    """Return whether loaders find a file by its name; another `*.safetensors` may be a model of its own."""
+    known = name == MANIFEST or has_known_file_name([name])
+    return known and (not name.endswith(".safetensors") or _LOADED.fullmatch(name) is not None)
 
 
 def upload_and_commit(

@@ -188,7 +188,7 @@ def test_shards_of_an_earlier_checkpoint_go(hub: Hub, model: Path) -> None:
     old |= {"adapter_model.safetensors", "adapter_config.json"}  # transformers would follow the config to its base
     old |= {".metadata", "__0_0.distcp", "ckptkit.json"}
     (model / "ckptkit.json").unlink()
-    kept = {"unet/model.safetensors", "step-1/__0_0.distcp"}  # other checkpoints in folders
+    kept = {"unet/model.safetensors", "step-1/__0_0.distcp", "lora-v1.safetensors"}  # other models
     hub.put("org/tiny", dict.fromkeys(old | kept, b"old"))
     plan = ckptkit(hub, "push", model, "org/tiny")
     assert "remove: of an earlier checkpoint" in plan.stdout
