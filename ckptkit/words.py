@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -20,6 +21,11 @@ def count(number: int, noun: str, verb: str = "") -> str:
         plural = noun[:-1] + "ies" if noun.endswith("y") and noun[-2] not in "aeiou" else noun + "s"
         noun, verb = _PLURALS.get(noun, plural), _PLURALS.get(verb) or verb.removesuffix("s")
     return " ".join(filter(None, (f"{number:,}", noun, verb)))
+
+
+def command_line(*words: object) -> str:
+    """Return a command of ckptkit to type, in backticks, with quotes where a shell needs them."""
+    return f"`ckptkit {shlex.join(map(str, words))}`"
 
 
 def join_with_or(words: Iterable[str]) -> str:

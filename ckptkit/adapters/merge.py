@@ -37,7 +37,7 @@ from ckptkit.state.model import Model
 from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.state.quantized.plain import dequantize_all
 from ckptkit.state.steps import fit_config, translate_names, without_trainer_prefix
-from ckptkit.words import count, natural_sort_key
+from ckptkit.words import command_line, count, natural_sort_key
 
 _TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
 _SHOWN = 2  # modules in a message
@@ -94,7 +94,7 @@ def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[C
     opened = open_adapters(part, options)
     if opened is None:
         if any(may_be_adapted(component.layout.tensors) for component in base):
-            hint = f"pass the base first: `ckptkit merge {part.path} {base[0].path} OUT`"
+            hint = f"pass the base first: {command_line('merge', part.path, base[0].path, 'OUT')}"
         elif base:
             hint = "pass a directory with adapter_config.json, or a training checkpoint that contains an adapter"
         else:

@@ -72,6 +72,7 @@ from ckptkit.trainers import (
     name_without_suffixes,
 )
 from ckptkit.trainers.trackers import trackers_in
+from ckptkit.words import command_line
 
 if TYPE_CHECKING:
     from ckptkit.models.names.family import Family
@@ -613,7 +614,7 @@ def find_unfinished_in_store_error(path: Path) -> NotACheckpoint | None:
 
     claim = find_claim(path)
     if claim is not None and claim.is_deletion:
-        hint = f"run `ckptkit prune {path.parent} --yes` to finish it"
+        hint = f"run {command_line('prune', path.parent, '--yes')} to finish it"
         return NotACheckpoint(f"found no complete checkpoint: a {claim.describe()}", path=path, hint=hint)
     upload = find_unfinished_upload_error(path, claim)
     return None if upload is None else NotACheckpoint(upload.message, path=path, hint=upload.hint)
@@ -653,5 +654,5 @@ def find_unfinished_run_error(path: Path) -> NotACheckpoint | Unsupported | None
     if unsupported is not None:
         return unsupported
     names = ", ".join(checkpoint.name for checkpoint in unfinished)
-    hint = f"run `ckptkit verify {unfinished[-1].path}`, which lists the problems"
+    hint = f"run {command_line('verify', unfinished[-1].path)}, which lists the problems"
     return NotACheckpoint(f"the run has no complete checkpoint; unfinished: {names}", path=path, hint=hint)

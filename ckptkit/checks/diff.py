@@ -74,6 +74,8 @@ def diff(
     pairs_of_parts = zip(renamed, (theirs for _, theirs in found_parts), strict=True)
     pairs = [match_sides(*with_hub_names_on_both(one, two, pair, named)) for pair in pairs_of_parts]
     notes = [*remarks, *(remark for pair in pairs for side in pair for remark in side.remarks)]
+    if tolerance is not None:
+        notes.append(f"numbers count as equal within rtol {tolerance.rtol:g} and atol {tolerance.atol:g}")
     configs, compared_files = compare_configs(one, two)
     for side in (one, two):
         beside = [file for file in side.unread_files if file.name not in compared_files]

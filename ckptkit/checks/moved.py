@@ -25,7 +25,7 @@ from ckptkit.state.quantized.find import Quantized, find_quantized
 from ckptkit.state.quantized.packed import dequantized_name
 from ckptkit.state.quantized.plain import dequantizing_recipe_of
 from ckptkit.summary import Summarized, first_lines_and_rest
-from ckptkit.words import count, per_cent
+from ckptkit.words import command_line, count, per_cent
 
 _FLOAT32 = DTYPES["float32"]
 
@@ -158,7 +158,7 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     if cast := sum(before[name].dtype != after[name].dtype for name in shared - computed):
         notes.append(
             f"the dtypes of {count(cast, 'tensor')} differ, so `equal` compares their values; to compare in the dtypes "
-            f"of {one}, run `ckptkit delta {one} {two} OUT --dry-run`"
+            f"of {one}, run {command_line('delta', one, two, 'OUT', '--dry-run')}"
         )
     distances = measure_distances(models, shared - computed, computed, jobs, progress)
     movements = (Movement(name, distances.get(name, Distance()), 1, name) for name in shared)

@@ -25,6 +25,7 @@ from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
 from ckptkit.io.path import to_path
 from ckptkit.settings import Setting
+from ckptkit.words import command_line
 
 if TYPE_CHECKING:
     from ckptkit.checks.differences import Diff, Difference, Kind
@@ -120,7 +121,7 @@ def report(result: Diff, *, every: bool) -> None:
     if any(one.a and one.b and one.a.dtype.is_castable_to(one.b.dtype) for one in changed):
         print_note("hint: --allow-cast compares floats of two dtypes after conversion")
     elif any(difference.reason == "values" and difference.is_weight for difference in result.different):
-        print_note(f"hint: `ckptkit stats {result.a} {result.b}` shows which parameters moved most")
+        print_note(f"hint: {command_line('stats', result.a, result.b)} shows which parameters moved most")
 
 
 def report_measured(kinds: Sequence[Kind], most: int | None) -> None:

@@ -23,7 +23,7 @@ from ckptkit.cli.output import (
 from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.errors import first_of
 from ckptkit.io.path import to_path
-from ckptkit.words import count, escape_control_characters, format_bytes
+from ckptkit.words import command_line, count, escape_control_characters, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.runs.ls import Listed, Listing
@@ -103,20 +103,22 @@ def print_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
     if hidden:
         print_note(f"note: also measured: {', '.join(hidden)}; --json has all")
     if listing.root != run:
-        print_note(f"note: this is one checkpoint: `ckptkit inspect {run}` shows what is in it")
+        print_note(f"note: this is one checkpoint: {command_line('inspect', run)} shows what is in it")
     for inside in listing.runs:
-        print_note(f"note: {inside} is a run: `ckptkit ls {inside}` lists its checkpoints")
+        print_note(f"note: {inside} is a run: {command_line('ls', inside)} lists its checkpoints")
     blind = [one.name for one in listing.checkpoints if one.is_complete and not one.sizes_compared]
     if blind:
         print_note(f"note: not compared with their metadata: the sizes of {first_of(blind, 3)}")
     claims = [checkpoint.claim for checkpoint in listing.checkpoints if checkpoint.claim]
     if any(not claim.is_deletion for claim in claims):
-        print_note(f"hint: `ckptkit prune --uploads {listing.root}` lists uploads; with --yes it aborts the stale ones")
+        uploads = command_line("prune", "--uploads", listing.root)
+        print_note(f"hint: {uploads} lists uploads; with --yes it aborts the stale ones")
     if any(claim.is_deletion for claim in claims):
-        print_note(f"hint: `ckptkit prune {listing.root} --keep-last N --yes` finishes an interrupted deletion")
+        prune = command_line("prune", listing.root, "--keep-last", "N", "--yes")
+        print_note(f"hint: {prune} finishes an interrupted deletion")
     for checkpoint in listing.checkpoints:
         if not checkpoint.is_complete and checkpoint.claim is None:
-            print_note(f"hint: `ckptkit verify {checkpoint.path}` lists the problems")
+            print_note(f"hint: {command_line('verify', checkpoint.path)} lists the problems")
             return
 
 

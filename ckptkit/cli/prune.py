@@ -26,7 +26,7 @@ from ckptkit.errors import Usage
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import to_live_path
 from ckptkit.settings import Setting, option_name
-from ckptkit.words import format_bytes
+from ckptkit.words import command_line, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.runs.prune import Pruned, PruneEntry
@@ -165,7 +165,7 @@ def report(done: Pruned) -> None:
         print_text_line(line)
     if done.deleted or not gone:
         return
-    pin = f"; `ckptkit pin {gone[0].path}` protects a checkpoint from every rule"
+    pin = f"; {command_line('pin', gone[0].path)} protects a checkpoint from every rule"
     print_note(f"hint: run the same command with --yes to do it{pin if len(local_paths_of(gone[0].path)) == 1 else ''}")
 
 

@@ -27,7 +27,7 @@ from ckptkit.errors import Usage
 from ckptkit.io.file import missing_path_error
 from ckptkit.io.path import to_local_path, to_path
 from ckptkit.settings import Setting
-from ckptkit.words import count, format_bytes
+from ckptkit.words import command_line, count, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.checks.stats import TensorStats
@@ -201,7 +201,7 @@ def report_comparison(verified: Sequence[Verified]) -> None:
             f"{count(pair.tensors, 'tensor')}, {format_bytes(pair.nbytes)}, of {pair.a} and {pair.b} {equal}"
         )
         if not pair.has_same_entries:
-            print_note(f"hint: `ckptkit diff {pair.a} {pair.b}` says by how much they differ")
+            print_note(f"hint: {command_line('diff', pair.a, pair.b)} says by how much they differ")
     for text in dict.fromkeys(text for pair in pairs for text in pair.notes):
         print_note(f"note: {text}")
 

@@ -14,7 +14,7 @@ from ckptkit.conversion.convert import run_conversion
 from ckptkit.errors import Usage
 from ckptkit.state.options import ConvertOptions, Keywords, with_spelled_options
 from ckptkit.state.report import Converted
-from ckptkit.words import count
+from ckptkit.words import command_line, count
 
 _TOLERANCE = 1e-6  # weights whose sum is this close to 1 need no note about the division
 
@@ -77,5 +77,5 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
         complete = [checkpoint for checkpoint in complete if (checkpoint.step_in_name or 0) <= latest.step_in_name]
     if not 0 < last <= len(complete):
         message = f"--last: expected at most {len(complete)} (complete checkpoints of the run), found {last}"
-        raise Usage(message, path=run, hint=f"run `ckptkit ls {run}` to list its checkpoints")
+        raise Usage(message, path=run, hint=f"run {command_line('ls', run)} to list its checkpoints")
     return complete[-last:]

@@ -52,7 +52,7 @@ from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
 from ckptkit.summary import Summarized, first_lines_and_rest
-from ckptkit.words import count
+from ckptkit.words import command_line, count
 
 # what doctor looks for in a readable checkpoint, in the order of the output
 KINDS: tuple[Callable[[LoadTarget], Iterator[Finding]], ...] = (
@@ -95,7 +95,7 @@ class Diagnosis(Summarized):
     def not_read(self) -> str:
         """Return which tensors doctor did not read, and the command that reads them."""
         but = f", except {' and '.join(f'`{name}`' for name in self.compared)}" if self.compared else ""
-        return f"tensors were not read{but}: run `ckptkit verify {self.path}` to check them"
+        return f"tensors were not read{but}: run {command_line('verify', self.path)} to check them"
 
     def summary(self) -> Iterator[str]:
         yield self.verdict

@@ -152,7 +152,8 @@ def cp(
     origin = Origin.of(path)  # before the files are listed, to detect a source that is replaced meanwhile
     contents = list_contents()
     if contents.is_file and path.suffix != target.suffix:
-        hint = f"name the copy like `{target}{path.suffix}`"
+        named = target / path.name if target.is_dir() else target.with_name(target.name + path.suffix)
+        hint = f"name the copy like `{named}`"
         raise Usage(f"the source is a file that ends in `{path.suffix}`", path=path, hint=hint)
     advance = make_progress_reporter(progress, sum(contents.sizes.values()))
     send = partial(copy_into_sink, contents, jobs=jobs, progress=advance, origin=origin)

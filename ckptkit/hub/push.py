@@ -59,7 +59,7 @@ from ckptkit.models.companions import extra_modules_in, find_companions_in
 from ckptkit.summary import Summarized
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.version import __version__
-from ckptkit.words import count, format_bytes
+from ckptkit.words import command_line, count, format_bytes
 
 _ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
@@ -248,7 +248,7 @@ def push(
             return plan
         with bars("verifying") as progress:
             advance = make_progress_reporter(progress, size_of_part(selection.root) + plan.nbytes)
-            hint = f"`ckptkit verify {selection.root}` lists all problems; nothing was pushed"
+            hint = f"{command_line('verify', selection.root)} lists all problems; nothing was pushed"
             require_no_problems(verify_component(selection.root, jobs=jobs, progress=advance), hint)
             sums = sha256_by_name(selection.contents, jobs, advance)
         if basis is None:

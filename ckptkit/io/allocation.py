@@ -14,15 +14,15 @@ from ckptkit.io.disk import UNSUPPORTED_CALL, retry_interrupted
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.local import LocalFile
 from ckptkit.io.path import is_remote
+from ckptkit.words import format_bytes
 
 
 def require_free_space(path: Path, nbytes: int) -> None:
     """Raise `NoRoom` if the file system of `path` (or of its nearest parent) has fewer than `nbytes` bytes free."""
     free = find_free_bytes(path)
     if free is not None and free < nbytes:
-        raise NoRoom(
-            f"{nbytes} bytes are needed and {free} are free", path=path, hint="free some space, or write elsewhere"
-        )
+        message = f"{format_bytes(nbytes)} are needed and {format_bytes(free)} are free"
+        raise NoRoom(message, path=path, hint="free some space, or write elsewhere")
 
 
 def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:

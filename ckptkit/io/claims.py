@@ -20,6 +20,7 @@ from ckptkit.io.destination import CLAIM, NOTES
 from ckptkit.io.file import names_in, read_small
 from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
 from ckptkit.version import __version__
+from ckptkit.words import command_line
 
 _DELETION = "deletion "  # prefix of a deletion's plan
 _READ_TRIES = 3  # a claim may be replaced between the listing and the read
@@ -110,7 +111,8 @@ def find_unfinished_upload_error(path: Path, claim: StoreClaim | None) -> Incomp
     """Return the error for a path in a store with an upload in progress, according to its claim; else None."""
     if claim is None or claim.is_deletion:
         return None
-    hint = f"wait for it; if it died, run its command again, or abort it with `ckptkit prune --uploads {path}`"
+    abort = command_line("prune", "--uploads", path)
+    hint = f"wait for it; if it died, run its command again, or abort it with {abort}"
     return Incomplete(f"found no complete checkpoint: an {claim.describe()}", path=path, hint=hint)
 
 

@@ -12,11 +12,13 @@ from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.joined import JoinedPath, join_paths, local_paths_of
 from ckptkit.io.path import capabilities_at, to_live_path
 from ckptkit.io.stores import LOCAL
+from ckptkit.words import command_line
 
 
 def require_complete_checkpoint(path: Path) -> None:
     if not (path.is_dir() and Checkpoint.at(path).is_complete):
-        hint = f"run `ckptkit verify {path}` to see its problems, or `ckptkit ls {path.parent}` to list the others"
+        verify, ls = command_line("verify", path), command_line("ls", path.parent)
+        hint = f"run {verify} to see its problems, or {ls} to list the others"
         raise NotACheckpoint("no complete checkpoint", path=path, hint=hint)
 
 

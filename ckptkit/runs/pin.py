@@ -11,6 +11,7 @@ from ckptkit.io.file import missing_path_error
 from ckptkit.runs.keeper import live_path_of, open_run_backend, require_complete_checkpoint
 from ckptkit.runs.pins import is_pinned
 from ckptkit.trainers import find_step_of_path
+from ckptkit.words import command_line
 
 
 def pin(*checkpoints: Source) -> list[Path]:
@@ -33,7 +34,7 @@ def pin(*checkpoints: Source) -> list[Path]:
             hint = f"pin the whole checkpoint: {resolved.parent}"
             raise Usage("this is a part of a checkpoint", path=path, hint=hint)
         require_complete_checkpoint(resolved)
-        hint = f"pin another checkpoint, or run `ckptkit verify {resolved}`"
+        hint = f"pin another checkpoint, or run {command_line('verify', resolved)}"
         for directory in checkpoint.component_paths:
             require_no_problems(verify_component(directory, fast=True), hint)
         chosen[resolved] = None
@@ -53,7 +54,7 @@ def unpin(*checkpoints: Source) -> list[Path]:
     pinned = [path for path in chosen if is_pinned(path)]
     for path in chosen:
         if path not in pinned and not path.exists():
-            hint = f"run `ckptkit ls {path.parent}` to list the checkpoints and their pins"
+            hint = f"run {command_line('ls', path.parent)} to list the checkpoints and their pins"
             raise NotACheckpoint("neither pinned nor a checkpoint", path=path, hint=hint)
         if path not in pinned:
             require_complete_checkpoint(path)

@@ -23,7 +23,7 @@ from ckptkit.models.fit import join_few_names
 from ckptkit.models.names.weights import NOT_ASKED, UNKNOWN, LeftOut
 from ckptkit.state.draft import Conversion
 from ckptkit.summary import Summarized
-from ckptkit.words import count, describe_checksums, format_bytes
+from ckptkit.words import command_line, count, describe_checksums, format_bytes
 
 
 class Written(NamedTuple):
@@ -157,7 +157,7 @@ def complete_result(conversion: Conversion, prospect: Converted, written: Writte
     uncompared = [path for done in copied for path in done.uncompared]
     if uncompared:
         skipped = f"{count(len(uncompared), 'file')} of the source, because ckptkit read only a part"
-        hint = f"`ckptkit verify {uncompared[0].parent}` compares whole files"
+        hint = f"{command_line('verify', uncompared[0].parent)} compares whole files"
         notes.append(f"not compared with the manifest: {skipped}; {hint}")
     notes += written.remarks
     return replace(

@@ -22,7 +22,7 @@ from ckptkit.storage.room_writer import StagedWriter
 from ckptkit.storage.small_files import SmallFile
 from ckptkit.storage.store_writer import FORMAT, StoreWriter
 from ckptkit.summary import format_call
-from ckptkit.words import parse_bytes
+from ckptkit.words import command_line, parse_bytes
 
 _LOCAL_FORMAT = "hf"
 
@@ -82,7 +82,8 @@ class Writer(PlannedWriter):
         if is_remote(path):
             if self._format not in (None, FORMAT):
                 message = f"`{self._format}` cannot go straight to a store: several ranks would write one object"
-                hint = f"save `{FORMAT}`, then run `ckptkit convert {path} OUT --to {self._format}`; OUT may be a URL"
+                convert = command_line("convert", path, "OUT", "--to", self._format)
+                hint = f"save `{FORMAT}`, then run {convert}; OUT may be a URL"
                 raise Unsupported(message, path=path, hint=hint)
             return StoreWriter(path, files=self._files, overwrite=self._overwrite)
         return StagedWriter(

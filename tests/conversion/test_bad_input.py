@@ -171,7 +171,7 @@ def test_no_room_is_said_before_anything_is_written(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.io.allocation.find_free_bytes", lambda _: 1000)
-    with pytest.raises(NoRoom, match="bytes are needed and 1000 are free"):
+    with pytest.raises(NoRoom, match="B are needed and 1 KB are free"):
         consolidate(checkpoint, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 

@@ -27,7 +27,7 @@ from ckptkit.formats.safetensors_headers import (
 from ckptkit.io.file import is_existing_path, names_in, read_small
 from ckptkit.io.ranges import iterate_with_prefetch
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_chunks_tile
-from ckptkit.words import natural_sort_key
+from ckptkit.words import command_line, natural_sort_key
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -246,7 +246,7 @@ def two_exports_error(path: Path, other: str) -> Corrupt:
 
 
 def delta_error(path: Path) -> Unsupported:
-    hint = f"run `ckptkit apply BASE {path} OUT` with the checkpoint that it was made from"
+    hint = f"run {command_line('apply', 'BASE', path, 'OUT')} with the checkpoint that it was made from"
     return Unsupported("expected a checkpoint, found a delta", path=path, hint=hint)
 
 

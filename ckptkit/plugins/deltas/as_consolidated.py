@@ -15,6 +15,7 @@ from ckptkit.layout import Layout, edits
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import ConvertOptions, Keywords
+from ckptkit.words import command_line
 
 _SHOWN = 4  # names in a message
 _ADAPTER = "adapter_model.safetensors"
@@ -52,7 +53,7 @@ def open_as_consolidated(source: Source, options: Keywords, dst: Path) -> Consol
         raise Unsupported("ckptkit does not write deltas of adapters", path=checkpoint.path, hint=hint)
     if draft.recipes:
         name = min(draft.recipes)
-        hint = f"run `ckptkit consolidate {checkpoint.path} OUT` first, and pass OUT"
+        hint = f"run {command_line('consolidate', checkpoint.path, 'OUT')} first, and pass OUT"
         message = "expected a tensor of the checkpoint, found one that ckptkit computes (merged or dequantized)"
         raise Unsupported(message, path=checkpoint.path, tensor=name, hint=hint)
     layout = replace(locate_all_chunks(draft.wanted), blobs={}, twins={}, keys={})

@@ -22,6 +22,7 @@ from ckptkit.io.file import destination_exists_error
 from ckptkit.io.path import RemotePath, map_in_parallel
 from ckptkit.io.pieces import FilePiece, OrderedWriter, is_sent_in_pieces, piece_size_for
 from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
+from ckptkit.words import command_line
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, UpdateVersion
@@ -156,7 +157,7 @@ class ObjectDestination:
     def remarks_on_upload(self) -> list[str]:
         """Return the limits of the store."""
         words = "this store does not compare checksums, so ckptkit compared only the sizes of the files"
-        return [f"{words}: `ckptkit verify {self.path}` reads every byte back"]
+        return [f"{words}: {command_line('verify', self.path)} reads every byte back"]
 
     def _start_new_upload(self, *, overwrite: bool, check: Check) -> None:
         existing = self._existing_files()

@@ -21,7 +21,7 @@ from ckptkit.cli.output import (
 from ckptkit.cli.sources import Also, join_also_directories
 from ckptkit.errors import and_more
 from ckptkit.io.path import to_path
-from ckptkit.words import count, format_bytes
+from ckptkit.words import command_line, count, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.plugins.prove.model import Logits
@@ -111,7 +111,7 @@ def report(proved: Proved) -> None:
         print_text_line(
             f"the tensors are not the same: {', '.join(names[:3])}{and_more(len(names) - 3)}; compared: {amount}"
         )
-        print_note(f"hint: `ckptkit diff {diff.a} {diff.b} --allow-cast` says by how much they differ")
+        print_note(f"hint: {command_line('diff', diff.a, diff.b, '--allow-cast')} says by how much they differ")
     print_text_line(describe_logit_difference(proved.logits))
     for line in proved.summary():
         print_text_line(line)

@@ -27,7 +27,7 @@ from ckptkit.plugins.report.history import METRICS, History, read_history
 from ckptkit.runs.ls import Listing, ls
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
-from ckptkit.words import count, format_brief, format_bytes
+from ckptkit.words import command_line, count, format_brief, format_bytes
 
 GENERATOR = "ckptkit report"  # marks a page as written by ckptkit
 
@@ -92,7 +92,7 @@ def report(
     listing = list_checkpoints(root)
     if out is None and (listing.root != root or is_remote(root)):
         problem = "the run is remote" if listing.root == root else "this is one checkpoint, not a run"
-        raise Usage(problem, path=root, hint=f"run `ckptkit report {root} OUT.html`")
+        raise Usage(problem, path=root, hint=f"run {command_line('report', root, 'OUT.html')}")
     dst = local_paths_of(root)[0] / NAME if out is None else to_local_path(out)
     complete = (one.path for one in reversed(listing.checkpoints) if one.is_complete)
     checkpoint = listing.latest or next(complete, None)  # a complete one without a step, if no run has steps

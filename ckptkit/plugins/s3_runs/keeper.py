@@ -43,6 +43,7 @@ from ckptkit.runs import pins, watches
 from ckptkit.runs.keeper import WatchLease, require_complete_checkpoint
 from ckptkit.runs.local_keeper import reasons_to_keep
 from ckptkit.runs.pins import is_pinned
+from ckptkit.words import command_line
 
 _PATIENCE = 10.0  # seconds to wait for a concurrent deletion to end
 _PAUSE = 0.5  # seconds between two checks
@@ -227,7 +228,7 @@ class S3Keeper:
         for batch in (*in_batches(sorted(first)), *in_batches(rest)):
             if not self.is_being_deleted(checkpoint):  # another process has finished this deletion
                 if list_objects(self.bucket, f"{remote_key_of(checkpoint)}/"):
-                    hint = f"`ckptkit ls {self.root}` shows what is there now"
+                    hint = f"{command_line('ls', self.root)} shows what is there now"
                     raise Occupied("another process finished this deletion", path=checkpoint, hint=hint)
                 return
             delete_objects(self.bucket, batch)
