@@ -27,7 +27,7 @@ TORCH_AT_THE_TOP = (
     *(
         "models.names.moved",
         "integrations.lightning",
-        "integrations.trainer",
+        "integrations.background",
         "plugins.deltas.vllm_engine",
         "plugins.prove.forward",
     ),
@@ -95,7 +95,8 @@ WRITTEN_BY: dict[str, set[str]] = {
     "plugins.quantize*": {"vllm"},
     "integrations.lightning": {"lightning"},
     "integrations.transformers": {"deepspeed"},  # which takes over how a model is loaded
-    "integrations.trainer": {"peft"},  # which says what a Trainer saves of its models
+    "integrations.accelerate": {"accelerate", "deepspeed", "megatron"},  # which save their own files
+    "integrations.trainer": {"accelerate"},  # which saves for a Trainer
     "plugins.vllm*": {"vllm"},
     "diagnosis.optimizer": {"megatron"},  # which keeps a map of groups
     "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are

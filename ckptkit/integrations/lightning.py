@@ -1,10 +1,12 @@
 """Save and load the checkpoints of Lightning's Trainer with ckptkit's writer and reader.
 
-Trainer(..., plugins=[CkptkitIO()])
+Trainer(..., plugins=[CkptkitIO(background=True)])
+Trainer(..., strategy=BackgroundModelParallelStrategy(), plugins=[CkptkitIO()])
 
-A checkpoint is a DCP directory. Each top-level value that Lightning saves is an entry. A value with tensors inside,
-such as the optimizer states, is split: each tensor is an entry named by its key path, with a CRC-32, and the entry
-`ckptkit_form` has the nested dicts and lists, with key paths in place of the tensors.
+The strategies save the same files as Lightning's. `CkptkitIO` saves a DCP directory. Each top-level value that
+Lightning saves is an entry. A value with tensors inside, such as the optimizer states, is split: each tensor is an
+entry named by its key path, with a CRC-32, and the entry `ckptkit_form` has the nested dicts and lists, with key paths
+in place of the tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,19 +24,22 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.open import LazyCheckpoint
 from ckptkit.errors import Corrupt, Usage, warn
 from ckptkit.formats import decompress_entries
+from ckptkit.integrations.background import BackgroundSaver
 from ckptkit.io.path import to_local_path
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.runs.deletion import delete_checkpoint, deleting
 from ckptkit.runs.keeper import protections_of
 from ckptkit.runs.readers import readers_in
 from ckptkit.storage.entries import archive_bytes_of, entry_as_torch_save
-from ckptkit.storage.ranks import to_rank_error
+from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.storage.writer import Writer
 from ckptkit.training.saving.state import nest_leaves
 
@@ -48,7 +54,16 @@ class CkptkitIO(TorchCheckpointIO):
     Rank 0 saves the full state. Strategies that save shards do not use the plugin. If such a strategy saves a full
     model instead, the plugin writes Lightning's own file, because the strategy loads nothing else. The plugin also
     loads Lightning's own files. `save_top_k` does not remove a checkpoint that is pinned or that a watch is handling.
+
+    With `background`, the training waits only until the state is copied, and a thread writes it. `save_top_k` removes
+    an older checkpoint when the new one is visible. `trainer.fit` waits for the last save. A save that fails raises in
+    the next save, or at the end of `trainer.fit`.
     """
+
+    def __init__(self, *, background: bool = False) -> None:
+        super().__init__()
+        # rank 0 alone calls the plugin
+        self._saver = BackgroundSaver(Ranks(is_alone=True)) if background else None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -69,9 +84,13 @@ class CkptkitIO(TorchCheckpointIO):
         state = nest_leaves(tensors)
         # DCP does not flatten a tuple
         others = {key: (form.pop(key),) for key in checkpoint if key not in state}
+        entries = {**state, **others, FORM: (form,)}
+        if self._saver is not None:
+            save_in_background(self._saver, directory, lambda folder: dcp.save(entries, checkpoint_id=folder))
+            return
         writer = Writer(directory, "dcp", overwrite=True)
         try:
-            dcp.save({**state, **others, FORM: (form,)}, storage_writer=writer, no_dist=True)
+            dcp.save(entries, storage_writer=writer, no_dist=True)
         except CheckpointException as error:
             raise to_rank_error(error, directory, "save") from error
 
@@ -83,6 +102,8 @@ class CkptkitIO(TorchCheckpointIO):
         Raises `Corrupt` if a checksum differs. Unless `weights_only` is False, raises `Unsupported` for objects that
         torch does not load with `weights_only`.
         """
+        if self._saver is not None:
+            self._saver.wait()
         if Path(path).is_file():
             return super().load_checkpoint(Path(path), map_location, weights_only)
         layout = decompress_entries(Checkpoint.open(path).layout)
@@ -106,13 +127,85 @@ class CkptkitIO(TorchCheckpointIO):
 
         Renames it to a hidden name first.
         """
-        directory = Path(path)
-        if not directory.is_dir():
-            super().remove_checkpoint(directory)
+        if self._saver is not None:
+            self._saver.then(partial(delete_unless_protected, Path(path)))
+        else:
+            delete_unless_protected(Path(path))
+
+    def teardown(self) -> None:
+        """Wait for the last save."""
+        if self._saver is not None:
+            self._saver.wait()
+        super().teardown()
+
+
+class _SavesInBackground(Strategy):
+    """What the strategies below add to those of Lightning."""
+
+    @cached_property
+    def _saver(self) -> BackgroundSaver:  # created on first use, on all ranks: it makes a process group
+        return BackgroundSaver(Ranks.in_separate_group())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Save a checkpoint to directory `filepath`, and replace an existing one. Raises a `CkptError` on all ranks."""
+        save = super().save_checkpoint
+        weights = checkpoint.get("state_dict", {}).values()
+        if storage_options is not None or not any(isinstance(one, DTensor | ShardedTensor) for one in weights):
+            save(checkpoint, filepath, storage_options)  # a full model
             return
-        with deleting(directory.parent, patience=_PATIENCE):
-            if not (protections_of(directory) or directory.name in readers_in(directory.parent)):
-                delete_checkpoint(directory)
+        path = to_local_path(self.broadcast(filepath))
+        save_in_background(self._saver, path, lambda folder: save(checkpoint, folder))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._saver.wait()
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint when the one being saved is visible. See `CkptkitIO.remove_checkpoint`."""
+        if self.is_global_zero:
+            self._saver.then(partial(delete_unless_protected, Path(filepath)))
+
+    def teardown(self) -> None:
+        """Wait for the last save."""
+        try:
+            self._saver.wait()
+        finally:
+            super().teardown()
+
+
+class BackgroundModelParallelStrategy(_SavesInBackground, ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy (FSDP2), which waits only for a copy of the state, not until it is written.
+
+    A checkpoint has the same files as one of Lightning, which loads it, and a manifest with a CRC-32 of each tensor. It
+    appears under its name when all ranks have written it. `save_top_k` removes an older checkpoint only then, unless it
+    is pinned. A save that fails raises in the next save, or at the end of `trainer.fit`. A full model
+    (`save_distributed_checkpoint=False`) is saved by Lightning itself, and the training waits until it is written.
+    """
+
+
+class BackgroundFSDPStrategy(_SavesInBackground, FSDPStrategy):
+    """The same for Lightning's FSDPStrategy (FSDP1) with `state_dict_type="sharded"`."""
+
+
+def save_in_background(saver: BackgroundSaver, path: Path, write: Callable[[Path], object]) -> None:
+    """Save directory `path`. Waits until it is visible outside of `trainer.fit`, where nothing else would wait."""
+    saver.save(path, write, overwrite=True)
+    strategy = find_calling_strategy()
+    if strategy is None or strategy.lightning_module is None or strategy.lightning_module.trainer.state.finished:
+        saver.wait()
+
+
+def delete_unless_protected(path: Path) -> None:
+    """Delete a checkpoint, unless it is pinned, in use by a watch, or read by another entry of the run.
+
+    Renames a directory to a hidden name first.
+    """
+    if not path.is_dir():
+        TorchCheckpointIO().remove_checkpoint(path)
+        return
+    with deleting(path.parent, patience=_PATIENCE):
+        if not (protections_of(path) or path.name in readers_in(path.parent)):
+            delete_checkpoint(path)
 
 
 def as_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> BytesIO:

@@ -21,9 +21,9 @@ PATIENCE = timedelta(hours=2)  # longest wait for the slowest rank's write
 class Ranks:
     """The ranks of a process group (by default torch's own), or this process alone without torch.distributed."""
 
-    def __init__(self, group: ProcessGroup | None = None) -> None:
+    def __init__(self, group: ProcessGroup | None = None, *, is_alone: bool = False) -> None:
         self.group = group
-        self._alone = not dist.is_initialized()
+        self.is_alone = is_alone or not dist.is_initialized()
 
     @classmethod
     def in_separate_group(cls) -> Self:
@@ -36,11 +36,11 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        return 0 if self._alone else dist.get_rank(self.group)
+        return 0 if self.is_alone else dist.get_rank(self.group)
 
     def gather_values(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order, on every rank."""
-        if self._alone:
+        if self.is_alone:
             return [value]
         values: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(values, value, group=self.group)
@@ -48,7 +48,7 @@ class Ranks:
 
     def run_on_first_rank(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank. An error there is raised on every rank."""
-        if self._alone:
+        if self.is_alone:
             return work()
         outcomes: list[Any] = [self._outcome_of(work) if self.rank == 0 else None]
         dist.broadcast_object_list(outcomes, group_src=0, group=self.group)
@@ -59,7 +59,7 @@ class Ranks:
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank. An error on any rank is raised on all of them, after all have finished."""
-        if self._alone:
+        if self.is_alone:
             return work()
         result, own_error = self._outcome_of(work)
         for error in self.gather_values(own_error):  # the same first error on all ranks

@@ -77,6 +77,15 @@ def ignore_torch_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+@contextmanager
+def failed_deletions_as_warnings() -> Iterator[None]:
+    """Turn errors in the block into warnings: the new checkpoint is complete, so they must not end the training."""
+    try:
+        yield
+    except CkptError as error:
+        warn(f"an old checkpoint was not deleted: {error}")
+
+
 class Run:
     """A training directory with its checkpoints. Every rank makes the same calls to save and to load.
 
@@ -240,7 +249,7 @@ class Run:
     def _apply_retention(self, saved: Path) -> None:
         if self._policy.is_keeping_all and is_remote(self.root):
             return
-        try:
+        with failed_deletions_as_warnings():
             keeper = open_run_backend(self.root)
             with translate_os_errors(self.root), keeper.pruning():
                 for leftover in keeper.unfinished_deletions():
@@ -252,8 +261,6 @@ class Run:
                     # The checkpoint just saved is not the newest if the run was resumed from an older one: keep it.
                     if not verdict.is_kept and path.absolute() != saved:
                         keeper.delete_checkpoint(path)
-        except CkptError as error:  # the new checkpoint is complete, so a failed deletion must not end the training
-            warn(f"an old checkpoint was not deleted: {error}")
 
     @with_checked_arguments
     @torch_warnings_ignored()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ class Saver:
         """
         planner = PlainPlanner() if self.format == "pt" else None
         try:
-            state_dict_saver.save(entries, storage_writer=writer, planner=planner, process_group=self._ranks.group)
+            state_dict_saver.save(
+                entries,
+                storage_writer=writer,
+                planner=planner,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.is_alone,
+            )
         except CheckpointException as error:
             raise to_rank_error(error, path, "save") from error
 
@@ -101,7 +108,12 @@ def copy_to_cpu(state: Tree) -> Tree:
                 streams.add(torch.cuda.current_stream(tensor.device))
         return copies[key]
 
-    copied: Tree = map_tensors(copy, state)
+    def remember(tensor: Tensor) -> None:
+        memo[id(tensor)] = copy(tensor)
+
+    memo: dict[int, Tensor] = {}
+    map_tensors(remember, state)
+    copied = deepcopy(state, memo)  # keeps the types of dicts, and copies objects that the training may change
     for stream in streams:
         stream.synchronize()
     return copied

@@ -1,0 +1,184 @@
+"""Save and load the checkpoints of Accelerate's `save_state` in the background, and in a store.
+
+accelerator = BackgroundAccelerator(keep_last=3)
+accelerator.save_state("run/step_500")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator, DistributedType, checkpointing
+
+from ckptkit.checkpoints.replaceable import unknown_entries
+from ckptkit.checks.make_manifest import make_manifest
+from ckptkit.errors import Usage, too_small_error, warn
+from ckptkit.hub.cp import cp
+from ckptkit.integrations.background import BackgroundSaver, replaced
+from ckptkit.io.destination import to_destination
+from ckptkit.io.path import is_remote, to_path
+from ckptkit.io.staging import remove_dead_leftovers
+from ckptkit.runs.prune import prune
+from ckptkit.storage.ranks import Ranks
+from ckptkit.training.saving.run import failed_deletions_as_warnings
+
+_OWN_SAVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
+    """Accelerate's Accelerator, whose `save_state` waits only for a copy of the state, and not until it is written.
+
+    A checkpoint has the same files as one of Accelerate, whose own `load_state` loads it, and a manifest with checksums
+    in each directory of tensors. It appears under its name when all ranks have written it. Until then each rank holds a
+    copy of what it writes in memory. `save_state` and `load_state` also take a URL such as s3://bucket/run/step_500.
+
+    `keep_last` keeps so many of the newest checkpoints in the directory of the one that was saved, by the rules of
+    `ckptkit prune`. With `automatic_checkpoint_naming`, the default is Accelerate's `total_limit`. An older checkpoint
+    is deleted only when the new one is visible.
+
+    A save that fails raises in the next save or load, or in `end_training`. With DeepSpeed, Megatron-LM, XLA,
+    FULL_STATE_DICT or `save_on_each_node`, and to a directory that contains other files, Accelerate itself saves, with
+    a warning.
+    """
+
+    def __init__(self, *arguments: Any, keep_last: int | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if keep_last is not None and keep_last < 1:
+            raise too_small_error("keep_last", 1, keep_last)
+        self._keep_last = keep_last
+
+    # Both are created on first use, on all ranks: they make a process group.
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        return Ranks.in_separate_group()
+
+    @cached_property
+    def _saver(self) -> BackgroundSaver:
+        return BackgroundSaver(self._ranks)
+
+    def wait_for_save(self) -> None:
+        """Wait until the last checkpoint is visible. Raises the error of any rank on all ranks."""
+        self._saver.wait()
+
+    def end_training(self) -> None:
+        """Wait for the last save, and end the training as Accelerate does."""
+        self.wait_for_save()
+        super().end_training()
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """Save the state, as Accelerate does, and return its path. Raises a `CkptError` on all ranks."""
+        self.wait_for_save()
+        project = self.project_configuration
+        is_named = project.automatic_checkpoint_naming
+        if is_named:
+            directory: str | os.PathLike[str] = f"{self.project_dir}/checkpoints/checkpoint_{self.save_iteration}"
+        elif output_dir is None:
+            raise Usage(
+                "`output_dir`: expected a directory, found None", hint="pass it, or set automatic_checkpoint_naming"
+            )
+        else:
+            directory = output_dir
+        path = to_destination(directory)
+        save = partial(super().save_state, safe_serialization=safe_serialization, **options)
+        if reason := self._ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
+            warn(f"{reason}, so the training waits until {path.name} is written")
+            return save(output_dir)
+
+        is_sharded = self.distributed_type == DistributedType.FSDP
+
+        def write(folder: Path) -> None:
+            with ExitStack() as changes:
+                changes.enter_context(replaced(project, "automatic_checkpoint_naming", False))
+                changes.enter_context(replaced(checkpointing, "save", partial(self._defer_file, checkpointing.save)))
+                if is_sharded:
+                    changes.enter_context(without_offload(self.state.fsdp_plugin))
+                save(str(folder))
+            if self.is_main_process and not is_sharded:
+                self._saver.defer(lambda path, _: make_manifest(path), folder, None)
+
+        self._saver.save(path, write, overwrite=not is_named)
+        keep_last = project.total_limit if self._keep_last is None and is_named else self._keep_last
+        if keep_last and self.is_main_process:
+            self._saver.then(partial(delete_older, path.parent, keep_last))
+        return path
+
+    def _defer_file(self, save: Any, state: Any, file: Any, **options: Any) -> None:
+        """Stand in for the function with which Accelerate saves a file on the main process."""
+        if not isinstance(state, dict):
+            save(state, file, **options)  # a sampler, which refers to its data set
+        elif self.is_main_process:
+            self._saver.defer(lambda path, copy: save(copy, path, **options), Path(file), state)
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *arguments: Any, **options: Any) -> None:
+        """Load a state, as Accelerate does, from a directory or a store. Raises a `CkptError` on all ranks."""
+        self.wait_for_save()
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            # Accelerate would take the hidden files of a killed save for the newest checkpoint
+            folder = Path(self.project_dir, "checkpoints")
+            self._ranks.run_on_first_rank(lambda: remove_dead_leftovers(folder))
+        if input_dir is None or not is_remote(path := to_path(input_dir)):
+            super().load_state(input_dir, *arguments, **options)
+            return
+        with self._downloaded(path) as local:
+            super().load_state(str(local), *arguments, **options)
+
+    @contextmanager
+    def _downloaded(self, path: Path) -> Iterator[Path]:
+        """Copy a checkpoint from a store to a temporary directory of each machine, for the time of the block."""
+        folder = Path(self._ranks.run_on_first_rank(lambda: tempfile.mkdtemp(prefix="ckptkit-")))
+        try:
+            self._ranks.run_on_all_ranks(lambda: self.is_local_main_process and cp(path, folder / path.name))
+            yield folder / path.name
+        finally:
+            self.wait_for_everyone()
+            if self.is_local_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def delete_older(run: Path, keep_last: int) -> None:
+    """Delete all but the newest checkpoints of a run."""
+    with failed_deletions_as_warnings():
+        prune(run, keep_last=keep_last, yes=True)
+
+
+def why_not_in_background(accelerator: Accelerator, path: Path) -> str | None:
+    """Return why the state cannot be saved to `path` in the background; None if it can."""
+    if accelerator.distributed_type in _OWN_SAVES:
+        return f"{accelerator.distributed_type.value} saves its own files"
+    if accelerator.project_configuration.save_on_each_node:
+        return "save_on_each_node is set"
+    if (
+        path.is_dir()
+        and not is_remote(path)
+        and (unknown := list(unknown_entries(path, set(), output_is_training=True)))
+    ):
+        return f"{path} contains {unknown[0].name}, which ckptkit does not know"
+    is_sharded = accelerator.distributed_type == DistributedType.FSDP
+    return why_not_sharded(accelerator.state.fsdp_plugin) if is_sharded else None
+
+
+def why_not_sharded(plugin: Any) -> str | None:
+    """Return why FSDP does not save shards through torch.distributed.checkpoint; None if it does."""
+    if "SHARDED_STATE_DICT" not in str(plugin.state_dict_type):
+        return f"fsdp_config has {plugin.state_dict_type}, not SHARDED_STATE_DICT"
+    return None
+
+
+@contextmanager
+def without_offload(plugin: Any) -> Iterator[None]:
+    """Let FSDP return its states on the GPU inside the block. `BackgroundSaver` copies them to the CPU itself."""
+    with ExitStack() as changes:
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            changes.enter_context(replaced(plugin, name, replace(getattr(plugin, name), offload_to_cpu=False)))
+        yield

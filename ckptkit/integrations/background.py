@@ -1,0 +1,185 @@
+"""Save the directories of other libraries in the background: the library's own code chooses the files.
+
+The library writes into a hidden directory, as if it were the checkpoint. Its large states are written later, in a
+thread: those that it passes to `torch.distributed.checkpoint.save`, and those that the caller defers.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from ckptkit.checkpoints.replaceable import check_replaceable
+from ckptkit.errors import Unsupported, first_of
+from ckptkit.hub.cp import cp
+from ckptkit.io.path import is_remote
+from ckptkit.io.staging import Stage, errors_naming_destination
+from ckptkit.storage import RoomWriter
+from ckptkit.storage.ranks import Ranks
+from ckptkit.training.saving.run import ignore_torch_warnings
+from ckptkit.training.saving.save import Saver, copy_to_cpu
+
+WriteState = Callable[[Path, Any], object]
+_MOST_NAMED = 5
+
+
+class BackgroundSaver:
+    """Saves directories for the ranks of a training; each rank makes the same calls.
+
+    A directory appears under its name when all ranks have written it, so the ranks must share a file system. A
+    directory in a store is written to the temporary directory first, and then copied.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        ignore_torch_warnings()
+        self._ranks = ranks
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit")
+        self._saving: Future[None] | None = None
+        self._folder = Path()  # where the library writes during a save
+        self._deferred: list[tuple[WriteState, Path, Any]] = []
+
+    def save(self, path: Path, write: Callable[[Path], object], *, overwrite: bool = False) -> None:
+        """Save directory `path`: `write` is the library's code, and gets the hidden directory, which has the same name.
+
+        Returns when `write` has returned and each rank has copied its large states. An error of `write` raises on all
+        ranks, and leaves no files. `wait`, `then` and the next `save` raise an error of the thread.
+        """
+        self.wait()
+        local = self._ranks.run_on_first_rank(lambda: local_path_for(path, overwrite=overwrite))
+        stage = Stage(local, overwrite=overwrite)
+        try:
+            self._folder = self._ranks.run_on_first_rank(lambda: stage.open().path) / path.name
+            self._ranks.run_on_first_rank(self._folder.mkdir)
+            with replaced(dcp, "save", partial(self._defer_shards, dcp.save)):
+                self._ranks.run_on_all_ranks(lambda: write(self._folder))
+            self._ranks.run_on_first_rank(partial(move_up, self._folder))
+            copies = copy_to_cpu({"states": [state for _, _, state in self._deferred]})["states"]
+            writes = [
+                partial(write_state, stage.path / name, copy)
+                for (write_state, name, _), copy in zip(self._deferred, copies, strict=True)
+            ]
+        except BaseException:
+            discard(stage, path)
+            raise
+        finally:
+            self._deferred.clear()
+        self._saving = self._thread.submit(self._finish, stage, path, writes, overwrite=overwrite)
+
+    def defer(self, write_state: WriteState, file: Path, state: Any) -> None:
+        """Let the thread call `write_state(file, copy of state)`. For the library's code, during a save."""
+        self._deferred.append((write_state, file.relative_to(self._folder), state))
+
+    def then(self, work: Callable[[], object]) -> None:
+        """Let the thread call `work` once the directory being saved is visible. Calls it now if none is being saved."""
+        saving = self._saving
+        if saving is None:
+            work()
+            return
+
+        def work_after_save() -> None:
+            saving.result()
+            work()
+
+        self._saving = self._thread.submit(work_after_save)
+
+    def wait(self) -> None:
+        """Wait until the directory being saved is visible. Raises the error of any rank on all ranks."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+    def _defer_shards(
+        self,
+        save: Callable[..., Any],
+        state_dict: Any,
+        *,
+        checkpoint_id: Any = None,
+        storage_writer: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Stand in for `torch.distributed.checkpoint.save`."""
+        directory = Path(checkpoint_id or getattr(storage_writer, "path", ""))
+        if not directory.is_relative_to(self._folder):
+            return save(state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **options)
+        self.defer(self._write_shards, directory, state_dict)
+        return None
+
+    def _write_shards(self, directory: Path, state: Any) -> None:
+        """Write a DCP directory from all ranks, beside the files of the library that are in it, if there are any."""
+        files = self._ranks.run_on_first_rank(partial(take_files, directory))
+        writer = RoomWriter(directory, "dcp", files=files)
+        Saver(self._ranks, "sharded", {}).write_state(writer, state, directory)
+
+    def _finish(self, stage: Stage, path: Path, writes: Sequence[Callable[[], object]], *, overwrite: bool) -> None:
+        """Write the states and make the directory visible. Runs in the thread."""
+        try:
+            with errors_naming_destination(stage.dst):
+                self._ranks.run_on_all_ranks(lambda: [write() for write in writes])
+                self._ranks.run_on_first_rank(stage.commit)
+            if is_remote(path):
+                self._ranks.run_on_first_rank(lambda: copy_everything(stage.dst, path, overwrite=overwrite))
+        finally:
+            discard(stage, path)
+
+
+def local_path_for(path: Path, *, overwrite: bool) -> Path:
+    """Return where to write a directory: `path` itself, or a path in a new temporary directory if it is in a store.
+
+    With `overwrite`, raises `Occupied` if the local `path` has entries that ckptkit does not know.
+    """
+    if is_remote(path):
+        return Path(tempfile.mkdtemp(prefix="ckptkit-"), path.name)
+    if overwrite:
+        check_replaceable(path, output_is_training=True)
+    return path
+
+
+def move_up(folder: Path) -> None:
+    """Move everything in `folder` to its parent, and delete it."""
+    for file in folder.iterdir():
+        file.rename(folder.parent / file.name)
+    folder.rmdir()
+
+
+def take_files(directory: Path) -> dict[str, bytes]:
+    """Return the content of the files in a directory, which is made if it does not exist, and delete them."""
+    directory.mkdir(exist_ok=True)
+    files = {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+    for name in files:
+        (directory / name).unlink()
+    return files
+
+
+def copy_everything(source: Path, destination: Path, *, overwrite: bool) -> None:
+    """Copy a checkpoint to a store. Raises `Unsupported` if it contains entries that `cp` leaves out."""
+    if left_out := cp(source, destination, dry_run=True).left_behind:
+        names = first_of([str(entry) for entry in left_out], _MOST_NAMED)
+        hint = "save to a local directory, and copy these files yourself"
+        raise Unsupported(f"ckptkit does not know these entries: {names}", path=destination, hint=hint)
+    cp(source, destination, overwrite=overwrite)
+
+
+def discard(stage: Stage, path: Path) -> None:
+    """Delete the unfinished directory, or the temporary directory of a path in a store."""
+    stage.discard()
+    if is_remote(path):
+        shutil.rmtree(stage.dst.parent, ignore_errors=True)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,168 @@
+"""Lightning's Trainer saves in the background: its own files, complete or absent; it resumes from them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ckptkit.checks.verify import verify
+from ckptkit.errors import CkptError
+from ckptkit.io.staging import Stage
+from ckptkit.runs.pin import pin
+from tests.producers import spawn
+from tests.trainers.produced_lightning import batches, be_torchrun, make_module
+
+pytest.importorskip("lightning")
+
+pytestmark = pytest.mark.slow
+
+FSDP1 = "BackgroundFSDPStrategy"
+FSDP2 = "BackgroundModelParallelStrategy"
+
+
+def make_trainer(home: Path, strategy: str, steps: int, **options: Any) -> tuple[Any, Any]:
+    """A Trainer of Lightning that saves after each second step, and its module. Without a strategy, of one process."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+
+    from ckptkit.integrations import lightning as ours
+
+    plugins: list[Any] = []
+    chosen: Any = "auto"
+    if strategy == "":
+        plugins = [ours.CkptkitIO(background=True)]
+    elif strategy == "theirs":
+        pass
+    elif strategy.endswith("FSDPStrategy"):
+        # Lightning refuses its own class on CPUs, but no subclass
+        kind = type("Plain", (FSDPStrategy,), {}) if strategy == "FSDPStrategy" else getattr(ours, strategy)
+        chosen = kind(state_dict_type="sharded", process_group_backend="gloo", auto_wrap_policy={nn.Linear})
+    else:
+        kind = ModelParallelStrategy if strategy == "ModelParallelStrategy" else getattr(ours, strategy)
+        chosen = kind(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    is_sharded = "Strategy" in strategy
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2 if is_sharded else 1, strategy=chosen, plugins=plugins, max_steps=steps,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[ModelCheckpoint(dirpath=home, every_n_train_steps=2, **options)],
+    )  # fmt: skip
+    module = make_module(is_sharded="ModelParallel" in strategy)
+    if strategy.endswith("FSDPStrategy"):  # which would choose a GPU
+        module.configure_model = partial(wrap_on_cpu, module)
+    return trainer, module
+
+
+def wrap_on_cpu(module: Any) -> None:
+    if not isinstance(module.net, FullyShardedDataParallel):
+        module.net = FullyShardedDataParallel(module.net, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def fit(home: Path, strategy: str, steps: int, resume: Path | None = None, **options: Any) -> dict[str, Any]:
+    """Train and return the weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer, module = make_trainer(home, strategy, steps, **options)
+        trainer.fit(module, batches(), ckpt_path=resume)
+    assert trainer.global_step == steps
+    state = module.state_dict()
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+
+
+def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def _fit_both_ways(home: Path, strategy: str) -> None:
+    be_torchrun()
+    theirs = strategy.removeprefix("Background")
+    weights = fit(home / "theirs", theirs, 4, save_top_k=-1)
+    assert same(fit(home / "ours", strategy, 4, save_top_k=-1), weights)
+    # within an epoch Lightning begins its data again, so its own resume is the truth
+    resumed = fit(home / "resumed", theirs, 4, home / "theirs" / "epoch=0-step=2.ckpt")
+    assert same(fit(home / "from-ours", theirs, 4, home / "ours" / "epoch=0-step=2.ckpt"), resumed)
+    assert same(fit(home / "from-theirs", strategy, 4, home / "theirs" / "epoch=0-step=2.ckpt"), resumed)
+
+
+@pytest.mark.parametrize("strategy", [FSDP2, FSDP1])
+def test_sharded_checkpoints_are_those_of_lightning(tmp_path: Path, strategy: str) -> None:
+    spawn(2, _fit_both_ways, tmp_path, strategy)
+    for step in (2, 4):
+        roots = [tmp_path / name / f"epoch=0-step={step}.ckpt" for name in ("theirs", "ours")]
+        theirs, ours = ({path.name for path in root.iterdir() if path.suffix != ".distcp"} for root in roots)
+        assert ours - theirs == {"ckptkit.json"}
+        assert theirs - ours == set()
+        assert all(part.is_ok and part.has_manifest and not part.unchecked_bytes for part in verify(roots[1]))
+
+
+def _be_killed(home: Path) -> None:
+    """Save once, and die when the second checkpoint is written and not yet visible."""
+    be_torchrun()
+    commit = Stage.commit
+
+    def die_at_second(stage: Stage) -> None:
+        if "step=4" in stage.dst.name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        commit(stage)
+
+    Stage.commit = die_at_second  # type: ignore[method-assign,assignment]
+    fit(home, FSDP2, 6)
+
+
+def _resume(home: Path) -> None:
+    be_torchrun()
+    fit(home, FSDP2, 4, home / "epoch=0-step=2.ckpt")
+
+
+def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    with pytest.raises(ChildProcessError):
+        spawn(2, _be_killed, home)
+    assert [path.name for path in home.glob("*.ckpt")] == ["epoch=0-step=2.ckpt"]
+    spawn(2, _resume, home)
+    assert sorted(path.name for path in home.iterdir()) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+
+
+def test_one_process_saves_in_the_background_and_resumes(tmp_path: Path) -> None:
+    weights = fit(tmp_path / "theirs", "theirs", 4, save_top_k=-1)
+    assert same(fit(tmp_path / "ours", "", 4, save_top_k=-1, save_last=True), weights)
+    names = sorted(path.name for path in (tmp_path / "ours").iterdir())
+    assert names == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
+    assert all(part.is_ok and not part.unchecked_bytes for part in verify(tmp_path / "ours" / "last.ckpt"))
+    resumed = fit(tmp_path / "resumed", "theirs", 4, tmp_path / "theirs" / "epoch=0-step=2.ckpt")
+    assert same(fit(tmp_path / "from-ours", "", 4, tmp_path / "ours" / "epoch=0-step=2.ckpt"), resumed)
+
+
+def test_an_older_checkpoint_goes_when_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = []
+    commit = Stage.commit
+
+    def commit_and_list(stage: Stage) -> None:
+        listed.append(sorted(path.name for path in tmp_path.glob("*.ckpt")))
+        if "step=6" in stage.dst.name:
+            raise CkptError("no more room")
+        commit(stage)
+
+    monkeypatch.setattr(Stage, "commit", commit_and_list)
+    with pytest.raises(CkptError, match="no more room"):
+        fit(tmp_path, "", 6, save_top_k=1)
+    assert listed == [[], ["epoch=0-step=2.ckpt"], ["epoch=0-step=4.ckpt"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=0-step=4.ckpt"]
+
+
+def test_a_pinned_checkpoint_stays(tmp_path: Path) -> None:
+    fit(tmp_path, "", 2)
+    pin(tmp_path / "epoch=0-step=2.ckpt")
+    fit(tmp_path, "", 6, tmp_path / "epoch=0-step=2.ckpt", save_top_k=1)
+    kept = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+    assert kept == ["epoch=0-step=2.ckpt", "epoch=0-step=6.ckpt"]
