@@ -68,7 +68,8 @@ class Loop:
                 state.device = torch.device("cpu")  # FSDP1 refuses cpu:0
             self.accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
                 fsdp_version=fsdp, state_dict_type=state_dict, auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["Block"], cpu_ram_efficient_loading=False, use_orig_params=fsdp == 1 or None,
+                transformer_cls_names_to_wrap=["Block"], cpu_ram_efficient_loading=False,
+                use_orig_params=fsdp == 1 or None,
             )  # fmt: skip
         model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -117,7 +118,7 @@ def names_in(root: Path) -> set[str]:
 
 
 def save_both_ways(home: Path, fsdp: int) -> None:
-    """Save with both, go on from the other's checkpoint, and compare the losses."""
+    """Save with both, let each go on from the other's checkpoint, and compare the losses."""
     for make in (theirs, ours):
         loop = fresh(make, fsdp=fsdp)
         loop.train(3)
@@ -126,11 +127,15 @@ def save_both_ways(home: Path, fsdp: int) -> None:
         if make is ours:
             loop.accelerator.wait_for_save()
         loop.accelerator.wait_for_everyone()
-    for make in (theirs, ours):
+    resumed = []
+    for make, source in ((theirs, ours), (ours, theirs), (theirs, theirs)):
         loop = fresh(make, fsdp=fsdp)
-        loop.accelerator.load_state(home / (ours if make is theirs else theirs).__name__)
+        loop.accelerator.load_state(home / source.__name__)
         assert len(loop.counter.seen) == 3
-        assert loop.train(3) == losses
+        resumed.append(loop.train(3))
+    assert resumed[0] == resumed[1] == resumed[2]
+    if fsdp != 1:  # which Accelerate 1.15 itself does not resume exactly
+        assert resumed[0] == losses
 
 
 def _save_on_ranks(home: Path, fsdp: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,9 @@ FSDP1 = "BackgroundFSDPStrategy"
 FSDP2 = "BackgroundModelParallelStrategy"
 
 
-def make_trainer(home: Path, strategy: str, steps: int, **options: Any) -> tuple[Any, Any]:
+def make_trainer(
+    home: Path, strategy: str, steps: int, callbacks: Sequence[Any] = (), **options: Any
+) -> tuple[Any, Any]:
     """A Trainer of Lightning that saves after each second step, and its module. Without a strategy, of one process."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -55,7 +59,7 @@ def make_trainer(home: Path, strategy: str, steps: int, **options: Any) -> tuple
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2 if is_sharded else 1, strategy=chosen, plugins=plugins, max_steps=steps,
         logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[ModelCheckpoint(dirpath=home, every_n_train_steps=2, **options)],
+        callbacks=[ModelCheckpoint(dirpath=home, every_n_train_steps=2, **options), *callbacks],
     )  # fmt: skip
     module = make_module(is_sharded="ModelParallel" in strategy)
     if strategy.endswith("FSDPStrategy"):  # which would choose a GPU
@@ -94,7 +98,7 @@ def _fit_both_ways(home: Path, strategy: str) -> None:
     assert same(fit(home / "from-theirs", strategy, 4, home / "theirs" / "epoch=0-step=2.ckpt"), resumed)
 
 
-@pytest.mark.parametrize("strategy", [FSDP2, FSDP1])
+@pytest.mark.parametrize("strategy", [FSDP2, pytest.param(FSDP1, marks=pytest.mark.nightly)])
 def test_sharded_checkpoints_are_those_of_lightning(tmp_path: Path, strategy: str) -> None:
     spawn(2, _fit_both_ways, tmp_path, strategy)
     for step in (2, 4):
@@ -166,3 +170,32 @@ def test_a_pinned_checkpoint_stays(tmp_path: Path) -> None:
     fit(tmp_path, "", 6, tmp_path / "epoch=0-step=2.ckpt", save_top_k=1)
     kept = sorted(path.name for path in tmp_path.glob("*.ckpt"))
     assert kept == ["epoch=0-step=2.ckpt", "epoch=0-step=6.ckpt"]
+
+
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning
+
+    trained, commit = threading.Event(), Stage.commit
+
+    class AfterThirdStep(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                assert not (tmp_path / "epoch=0-step=2.ckpt").exists()
+                trained.set()
+
+    def commit_after_training(stage: Stage) -> None:
+        assert trained.wait(60)
+        commit(stage)
+
+    monkeypatch.setattr(Stage, "commit", commit_after_training)
+    fit(tmp_path, "", 3, callbacks=[AfterThirdStep()])
+    assert all(part.is_ok for part in verify(tmp_path / "epoch=0-step=2.ckpt"))
+
+
+def test_a_save_after_training_is_written_when_it_returns(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer, module = make_trainer(tmp_path, "", 1)
+        trainer.fit(module, batches())
+        trainer.save_checkpoint(tmp_path / "end.ckpt")
+    assert all(part.is_ok and part.has_manifest for part in verify(tmp_path / "end.ckpt"))
