@@ -36,8 +36,9 @@ from ckptkit.integrations.background import BackgroundSaver
 from ckptkit.io.path import to_local_path
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.runs.deletion import delete_checkpoint, deleting
-from ckptkit.runs.keeper import protections_of
+from ckptkit.runs.pins import is_pinned
 from ckptkit.runs.readers import readers_in
+from ckptkit.runs.watches import is_being_handled
 from ckptkit.storage.entries import archive_bytes_of, entry_as_torch_save
 from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.storage.writer import Writer
@@ -204,7 +205,8 @@ def delete_unless_protected(path: Path) -> None:
         TorchCheckpointIO().remove_checkpoint(path)
         return
     with deleting(path.parent, patience=_PATIENCE):
-        if not (protections_of(path) or path.name in readers_in(path.parent)):
+        # not by what the trainer recorded as the best: ModelCheckpoint decides that, and an old record is outdated
+        if not (is_pinned(path) or is_being_handled(path) or path.name in readers_in(path.parent)):
             delete_checkpoint(path)
 
 

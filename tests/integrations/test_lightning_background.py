@@ -125,7 +125,8 @@ def _be_killed(home: Path) -> None:
 
 def _resume(home: Path) -> None:
     be_torchrun()
-    fit(home, FSDP2, 4, home / "epoch=0-step=2.ckpt")
+    # from the second step on, of which Lightning keeps what it resumed from, and the best
+    fit(home, FSDP2, 8, home / "epoch=0-step=2.ckpt", monitor="step", mode="max")
 
 
 def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
         spawn(2, _be_killed, home)
     assert [path.name for path in home.glob("*.ckpt")] == ["epoch=0-step=2.ckpt"]
     spawn(2, _resume, home)
-    assert sorted(path.name for path in home.iterdir()) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+    assert sorted(path.name for path in home.iterdir()) == ["epoch=0-step=2.ckpt", "epoch=1-step=8.ckpt"]
 
 
 def test_one_process_saves_in_the_background_and_resumes(tmp_path: Path) -> None:
