@@ -166,10 +166,14 @@ class _SavesInBackground(Strategy):
         if self.is_global_zero:
             self._saver.then(partial(delete_unless_protected, Path(filepath)))
 
+    def wait_for_save(self) -> None:
+        """Wait until the last checkpoint is visible. Raises the error of any rank on all ranks."""
+        self._saver.wait()
+
     def teardown(self) -> None:
         """Wait for the last save."""
         try:
-            self._saver.wait()
+            self.wait_for_save()
         finally:
             super().teardown()
 
