@@ -70,6 +70,18 @@ SENTENCE_TRANSFORMERS = TrainerFacts(
     ),
 )
 
+# axolotl/core/{trainers/base,training_args}.py of axolotl 0.21: it counts tokens in a file, unless told otherwise.
+_TOKENS = "tokens_state.json"
+AXOLOTL = TrainerFacts(
+    name="axolotl",
+    marks=(
+        *_marks_of_trainer("axolotl", "axolotl"),
+        Mark("axolotl, by transformers' Trainer", place=_FSDP, json=(f"../{_TOKENS}", "trainable")),
+        Mark("axolotl, by transformers' Trainer", json=(_TOKENS, "trainable")),
+    ),
+    states=(re.escape(_TOKENS),),
+)
+
 # lightning/fabric/strategies/{fsdp,model_parallel}.py, lightning/pytorch/callbacks/model_checkpoint.py: a DCP directory
 # with `meta.pt`, or one file, named by values: `epoch=1-step=500.ckpt`, and `epoch=1-step=500-v1.ckpt` if that exists.
 LIGHTNING = TrainerFacts(
@@ -311,6 +323,8 @@ DEEPSPEED = TrainerFacts(
 OPENRLHF = TrainerFacts(
     name="openrlhf",
     marks=(Mark("OpenRLHF, by DeepSpeed", files=(_ZERO,), json=("metric.json", "metric_key")),),
+    steps=(f"best_{_GLOBAL_STEP}",),
+    best=(f"best_{_GLOBAL_STEP}",),
     states=(r"metric\.json",),
 )
 
@@ -462,7 +476,20 @@ LEROBOT = TrainerFacts(
 # `who_wrote` tries the trainers in this order: the most specific marks come first, and torch comes before the libraries
 # whose files may be beside its checkpoints.
 _ALL = (
-    *(CKPTKIT, TRL, SENTENCE_TRANSFORMERS, SWIFT, ACCELERATE, LIGHTNING, NEMO, SLIME, MEGATRON, COMPOSER, TORCHTITAN),
+    *(
+        CKPTKIT,
+        AXOLOTL,
+        TRL,
+        SENTENCE_TRANSFORMERS,
+        SWIFT,
+        ACCELERATE,
+        LIGHTNING,
+        NEMO,
+        SLIME,
+        MEGATRON,
+        COMPOSER,
+        TORCHTITAN,
+    ),
     *(TORCHTUNE, OLMO, SKYRL, VERL, PRIME_RL, AUTOMODEL, VEOMNI, LLAMA_FACTORY, OPENRLHF, DEEPSPEED, DLROVER),
     *(NANOTRON, META_LLAMA, NANOGPT, NANOCHAT, ORBAX, GRAIN, VLLM, TENSORRT_LLM, RAY_TRAIN, LEROBOT, TORCH, PEFT),
     *(TRANSFORMERS, DIFFUSERS, TIMM, MAMBA_SSM),

@@ -113,7 +113,7 @@ def main() -> None:
     with proof.directory() as root:
         proof.write_llama(root / "base")
         proof.write_rows(root / "rows.jsonl", lambda text: {"text": text})
-        proof.check_fine_tuning(root, write_config, LORA, title="Accelerate, by transformers' Trainer")
+        proof.check_fine_tuning(root, write_config, LORA, title="axolotl, by transformers' Trainer")
         check_merge(root)
     print(
         "axolotl 0.21.0 (full, LoRA): 2 ranks, FSDP2: inspect, verify, consolidate (logits equal, in bf16 the tensors "
