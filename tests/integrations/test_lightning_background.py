@@ -38,15 +38,17 @@ def make_trainer(
     """A Trainer of Lightning that saves after each second step, and its module. Without a strategy, of one process."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+    from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
     from ckptkit.integrations import lightning as ours
 
     plugins: list[Any] = []
     chosen: Any = "auto"
-    if strategy == "":
+    if strategy in ("", "DDPStrategy"):
         plugins = [ours.CkptkitIO(background=True)]
-    elif strategy == "theirs":
+    if strategy == "DDPStrategy":
+        chosen = DDPStrategy(process_group_backend="gloo")
+    elif strategy in ("", "theirs"):
         pass
     elif strategy.endswith("FSDPStrategy"):
         # Lightning refuses its own class on CPUs, but no subclass
@@ -107,6 +109,18 @@ def test_sharded_checkpoints_are_those_of_lightning(tmp_path: Path, strategy: st
         assert ours - theirs == {"ckptkit.json"}
         assert theirs - ours == set()
         assert all(part.is_ok and part.has_manifest and not part.unchecked_bytes for part in verify(roots[1]))
+
+
+def _fit_and_resume(home: Path) -> None:
+    be_torchrun()
+    fit(home, "DDPStrategy", 2)
+    fit(home, "DDPStrategy", 6, home / "epoch=0-step=2.ckpt", monitor="step", mode="max")
+
+
+def test_rank_0_of_ddp_saves_in_the_background(tmp_path: Path) -> None:
+    spawn(2, _fit_and_resume, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=0-step=2.ckpt", "epoch=1-step=6.ckpt"]
+    assert all(part.is_ok and part.has_manifest for part in verify(tmp_path / "epoch=1-step=6.ckpt"))
 
 
 def _be_killed(home: Path) -> None:
