@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.errors import Unsupported, first_of
+from ckptkit.errors import first_of, warn
 from ckptkit.hub.cp import cp
 from ckptkit.io.path import is_remote
 from ckptkit.io.staging import Stage, errors_naming_destination
@@ -125,7 +125,7 @@ class BackgroundSaver:
                 self._ranks.run_on_all_ranks(lambda: [write() for write in writes])
                 self._ranks.run_on_first_rank(stage.commit)
             if is_remote(path):
-                self._ranks.run_on_first_rank(lambda: copy_everything(stage.dst, path, overwrite=overwrite))
+                self._ranks.run_on_first_rank(lambda: copy_to_store(stage.dst, path, overwrite=overwrite))
         finally:
             discard(stage, path)
 
@@ -158,13 +158,10 @@ def take_files(directory: Path) -> dict[str, bytes]:
     return files
 
 
-def copy_everything(source: Path, destination: Path, *, overwrite: bool) -> None:
-    """Copy a checkpoint to a store. Raises `Unsupported` if it contains entries that `cp` leaves out."""
-    if left_out := cp(source, destination, dry_run=True).left_behind:
-        names = first_of([str(entry) for entry in left_out], _MOST_NAMED)
-        hint = "save to a local directory, and copy these files yourself"
-        raise Unsupported(f"ckptkit does not know these entries: {names}", path=destination, hint=hint)
-    cp(source, destination, overwrite=overwrite)
+def copy_to_store(source: Path, destination: Path, *, overwrite: bool) -> None:
+    """Copy a checkpoint to a store. Hidden entries, which `cp` leaves out, are a warning."""
+    if left_out := cp(source, destination, overwrite=overwrite).left_behind:
+        warn(f"{destination}: not copied: {first_of([entry.name for entry in left_out], _MOST_NAMED)}")
 
 
 def discard(stage: Stage, path: Path) -> None:

@@ -211,7 +211,7 @@ def test_with_automatic_names_an_older_checkpoint_goes_when_the_new_one_is_there
 def test_a_store_is_saved_to_and_loaded_from(place: Place) -> None:
     run = f"s3://{place.name}/run"
     loop = fresh(ours, keep_last=2)
-    for step in (2, 4, 6):
+    for step in (2, 4, 6, 6):  # the last replaces the one before
         loop.train(2)
         loop.accelerator.save_state(f"{run}/step_{step}")
     losses = loop.train(2)
@@ -220,6 +220,7 @@ def test_a_store_is_saved_to_and_loaded_from(place: Place) -> None:
     assert all(part.is_ok and part.has_manifest for part in verify(f"{run}/step_6"))
     other = fresh(ours)
     other.accelerator.load_state(f"{run}/step_6")
+    assert len(other.counter.seen) == 8
     assert other.train(2) == losses
 
 
