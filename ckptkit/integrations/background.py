@@ -58,6 +58,8 @@ class BackgroundSaver:
         try:
             self._folder = self._ranks.run_on_first_rank(lambda: stage.open().path) / path.name
             self._ranks.run_on_first_rank(self._folder.mkdir)
+            # the libraries have no hook for their shards, but look this function up at each save; if one
+            # of them stops doing so, it writes its shards now, into the same hidden directory
             with replaced(dcp, "save", partial(self._defer_shards, dcp.save)):
                 self._ranks.run_on_all_ranks(lambda: write(self._folder))
             self._ranks.run_on_first_rank(partial(move_up, self._folder))

@@ -141,7 +141,7 @@ class CkptkitIO(TorchCheckpointIO):
 
 
 class _SavesInBackground(Strategy):
-    """What the strategies below add to those of Lightning."""
+    """Mixin for Lightning's strategies: saves shards in the background."""
 
     @cached_property
     def _saver(self) -> BackgroundSaver:  # created on first use, on all ranks: it makes a process group
