@@ -214,3 +214,23 @@ def test_a_save_after_training_is_written_when_it_returns(tmp_path: Path) -> Non
         trainer.fit(module, batches())
         trainer.save_checkpoint(tmp_path / "end.ckpt")
     assert all(part.is_ok and part.has_manifest for part in verify(tmp_path / "end.ckpt"))
+
+
+def _fit_full(home: Path) -> None:
+    be_torchrun()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer, module = make_trainer(home, FSDP2, 2)
+        trainer.strategy._save_distributed_checkpoint = False
+        trainer.fit(module, batches())
+
+
+def test_a_full_model_of_a_strategy_is_the_file_of_lightning(tmp_path: Path) -> None:
+    spawn(2, _fit_full, tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert file.is_file()
+    assert torch.load(file, weights_only=True)["state_dict"].keys() == {
+        "net.up.weight",
+        "net.up.bias",
+        "net.down.weight",
+    }
