@@ -5,8 +5,8 @@
     per-expert  experts.3.down_proj.lora_A [r, in], B [out, r]    PEFT with a module for each expert; vLLM, SGLang
     3d          experts.down_proj.lora_A [E, r, in], B [E, out, r]  SGLang, Megatron-Bridge, SkyRL, Tinker
 
-`flat` and `stacked` name the matrices of gate and up `experts.base_layer`. In `3d`, E is 1 if all experts share one
-matrix. Sources: `ParamWrapper` in peft/tuners/lora/layer.py; peft/utils/transformers_weight_conversion.py;
+In `flat` and `stacked`, the gate-and-up matrices are called `experts.base_layer`. In `3d`, E is 1 if all experts share
+one matrix. Sources: `ParamWrapper` in peft/tuners/lora/layer.py; peft/utils/transformers_weight_conversion.py;
 `_stack_moe_lora_weights` in vllm/lora/model_manager.py; sgl-project/sglang#25528; NVIDIA-NeMo/Megatron-Bridge#5939;
 `_convert_moe_experts_lora_to_vllm` of SkyRL's megatron_worker.py.
 """

@@ -28,7 +28,7 @@ def compare_masters(layout: Layout, problems: Problems, jobs: int | None) -> Ite
     remainders = [name for name, master in masters.items() if master.spec.dtype == REMAINDERS]
     if remainders:
         which = f"{count(len(remainders), 'weight')}, such as `{remainders[0]}`"
-        yield f"the optimizer has only remainders of masters of {which}, in {REMAINDERS}: ckptkit cannot compare them"
+        yield f"the optimizer has only {REMAINDERS} remainders of the masters of {which}: they were not compared"
     narrow = [name for name, dtype in specs.items() if dtype.name in _NARROW and name not in remainders]
     if narrow:
         copies = {name: weights[name] for name in narrow}
@@ -66,7 +66,8 @@ def compare_low_precision_copies(
     different = [name for name in compared.differing_names if name not in remainders]
     if remainders:
         which = f"{count(len(remainders), 'master')}, such as `{(entries or {})[remainders[0]]}`"
-        yield f"remainders of masters, saved as floats: {which}; `consolidate --weights-from master` adds them"
+        add = "`consolidate --weights-from master` adds them to the bf16 weights"
+        yield f"{which} are only {REMAINDERS} remainders, saved as floats: {add}"
     for name in different[:_LISTED]:
         twin, distance = layout.twins[name], compared.distances[name]
         by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""

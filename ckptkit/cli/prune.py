@@ -135,7 +135,8 @@ def print_pruned_uploads(run: Path, age: str, *, yes: bool, json: bool) -> None:
     for line in done.summary():
         print_text_line(line)
     if left := sum(upload.whole_bytes for upload in done.stale):
-        print_note(f"note: {format_bytes(left)} of finished objects stay there: delete them with the store's own tools")
+        stays = f"these uploads wrote {format_bytes(left)} of complete objects, which ckptkit does not delete"
+        print_note(f"note: {stays}: delete them with the store's own tools")
     if done.stale and not done.aborted:
         print_note("hint: the same with --yes does it")
 

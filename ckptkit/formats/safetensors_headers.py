@@ -64,10 +64,11 @@ def read_header_chunks(path: Path) -> dict[str, Chunk]:
 def read_header_with_metadata(
     path: Path, *, is_shard: bool, report: Report = raise_problem
 ) -> tuple[dict[str, Chunk], dict[str, str]]:
-    """Return the chunk of each tensor in a file, and `__metadata__` without torch's keys and tensors' names.
+    """Return the chunk of each tensor, and `__metadata__` without torch's keys and without tensor names as keys.
 
-    Refuses everything that the safetensors library refuses, and equal keys. A chunk is a full tensor, unless the file
-    has its position in a larger one; with `is_shard` it must have one for each. Reports a file of another size.
+    Refuses everything that the safetensors library refuses, and equal keys. A chunk is a full tensor, unless the
+    metadata has its position in a larger one. With `is_shard`, every tensor must have a position. Reports a file of
+    another size.
     """
     header, data_start, size = load_raw_header(path)
     metadata = header.pop("__metadata__", None)
@@ -143,7 +144,7 @@ def parse_header_entry(name: str, entry: Any, start: tuple[Any, ...] | None, pat
 
 
 def shape_for_header(spec: Spec) -> Shape:
-    """Return the shape as the header counts it."""
+    """Return the shape in the header, where the last axis of a 4-bit dtype is twice as long."""
     if spec.dtype.name != _PACKED:
         return spec.shape
     return (*spec.shape[:-1], spec.shape[-1] * 2)

@@ -194,8 +194,8 @@ def with_unsplit_chunks(tensor: StoredTensor) -> StoredTensor:
     for axis, extents in enumerate(tensor.splits):
         apart = [piece for chunk in chunks for piece in mergeable_chunks(chunk, shape, axis, len(extents))]
         if len(apart) > _MOST_CHUNKS:
-            expected = f"expected at most {_MOST_CHUNKS} pieces of the tensor"
-            raise Unsupported(f"{expected}, found {len(apart)}: its rows would be reordered twice")
+            needed = f"it would need {len(apart):,} byte ranges (at most {_MOST_CHUNKS:,})"
+            raise Unsupported(f"ckptkit cannot rearrange this tensor: its rows are interleaved already, and {needed}")
         merged = (find_merged_chunk(chunk, shape, axis, len(extents)) for chunk in apart)
         chunks = [chunk for chunk in merged if chunk is not None]
         shape = replace_sizes_at(shape, axis, len(extents), (prod(extents),))

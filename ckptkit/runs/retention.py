@@ -120,7 +120,7 @@ def decide_retention(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> 
 
 
 def keep_read_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
-    """Return the decisions, with each checkpoint kept that an entry of the run reads which stays."""
+    """Return the decisions, but keep every checkpoint that another kept entry of the run reads."""
     going = {verdict.saved.path.name for verdict in verdicts if not verdict.is_kept}
     read = {
         verdict.saved.path.name: tuple(reason for name, reason in verdict.saved.read_by if name not in going)

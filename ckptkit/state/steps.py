@@ -78,7 +78,7 @@ def require_one_named_module(model: Model) -> None:
     if keys and all(isinstance(key[-1], int) for key in keys):
         where = ".".join(map(str, keys[0][:-1])) or "the file"
         message = f"`{where}` lists {count(len(keys), 'tensor')} without names"
-        hint = "save them in a dict by their names; copy an average into its model first (`copy_to`), and save that"
+        hint = "save them in a dict by name; for an EMA, call its `copy_to` and save the model's `state_dict()`"
         raise Unsupported(message, path=model.part.path, hint=hint)
     if model.companions.modules:
         names = ", ".join(f"`{name}`" for name in model.companions.modules)

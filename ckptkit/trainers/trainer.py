@@ -40,11 +40,12 @@ class Evidence:
 class Mark(NamedTuple):
     """Names that only one trainer writes, and the `title` to show for it.
 
-    A checkpoint has the mark if it has everything that is given: for each pattern in `files` a file, all entries in
-    `keys`, the `format`, the world size (`by_ranks`), a small JSON file and a key in it, a file of torch.save and a
-    pattern for the class of its object (`pickled`), a place whose name matches the pattern `place`, and a file or
-    directory called `beside` next to that place. `beside` may refer to groups of `place`. The JSON file may be above
-    the checkpoint: `../NAME`.
+    A checkpoint has the mark if all of this is true, as far as it is given:
+    - it has a file for each pattern in `files`, all entries in `keys`, the `format`, and a world size (`by_ranks`)
+    - `json`: it has a small JSON file with this key; `../NAME` is a file above the checkpoint
+    - `pickled`: it has a file of torch.save, and the class of its object matches the pattern
+    - `place`: the name of its directory matches the pattern
+    - `beside`: next to this directory is a file or directory of this name, which may refer to groups of `place`
     """
 
     title: str
@@ -87,8 +88,8 @@ class Unread(NamedTuple):
 class ConfigOf(NamedTuple):
     """A config.json of another library than transformers: the library's name, and the keys that identify it.
 
-    `stem` is the beginning of the file names that the library loads, `needs` is a file that it loads instead. `beside`
-    are patterns of further files that it loads with the model.
+    `stem` is the beginning of the file names that the library loads, `needs` is a file that it loads instead of
+    these. `beside` are patterns of further files that it loads with the model.
     """
 
     title: str

@@ -68,7 +68,8 @@ def with_nested_optimizer(layout: Layout, optimizer: FlattenedOptimizer, order: 
     other = next(iter(set(order) ^ optimizer.settings.keys()), None)
     if other is not None or len(order) != len(optimizer.settings):
         message = f"expected the {len(optimizer.settings)} parameters of `{optimizer.name}`, found {len(order)}"
-        raise Mismatch(f"{message}; `{other}` is only in one of them", path=layout.path)
+        where = "" if other is None else f": only the {'order' if other in order else 'optimizer'} has `{other}`"
+        raise Mismatch(f"{message}{where}", path=layout.path)
     dropped = {name for entries in optimizer.settings.values() for name in entries.values()}
     tensors: dict[str, StoredTensor] = {}
     blobs: dict[str, Blob] = {}

@@ -163,7 +163,7 @@ class Dcp(FormatWriter):
                     report(error.blame(path=layout.root / path, tensor=name, offset=offset))
 
     def with_full_items(self, layout: Layout) -> Layout:
-        """Return the layout with whole items as chunks, where `layout` may use parts of them; of files it uses."""
+        """Return the layout with chunks that are full items, only from the files that `layout` uses."""
         if all(chunk.wrapper for tensor in layout.tensors.values() for chunk in tensor.chunks):
             return layout
         whole = self.read_without_file_check(layout.root)
@@ -189,7 +189,7 @@ class Dcp(FormatWriter):
         return entries_file_name(rank)
 
     def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
-        """Yield the metadata with the non-tensor entries too, which are stored in further files."""
+        """Yield the metadata again, now with the non-tensor entries, which are stored in files of their own."""
         from ckptkit.formats.dcp.shards import items_by_file
         from ckptkit.formats.dcp.write_metadata import dump_metadata
 

@@ -51,7 +51,8 @@ def lay_out_rank_files(wanted: Layout, example: Example, world: int) -> Iterator
         template = example.naming.templates.get(kind)
         if template is None:
             hint = f"drop it with --exclude '{names[0].partition('.')[0]}*'"
-            raise Unsupported("files with such names cannot store this entry", tensor=names[0], hint=hint)
+            kinds = " and ".join(example.naming.templates)
+            raise Unsupported(f"these files store only {kinds}, not this entry", tensor=names[0], hint=hint)
         for rank in range(world):
             name = template.format(world=world, rank=rank, set=example.label)
             yield writing.make_rank_file(name, names, rank)

@@ -79,8 +79,9 @@ def join_dtensor_chunks(
         wanted = (of_first.mesh.shape, of_first.placements, of_first.order)
         if own != wanted:
             first = min(tensor_by_rank)
-            message = f"expected a mesh of {list(wanted[0])} as on rank {first}, found {list(own[0])} on rank {rank}"
-            raise Corrupt(f"{message}, or other placements", hint="check that all files come from one run")
+            expected, found = (f"{list(shape)} with {list(placements)}" for shape, placements, _ in (wanted, own))
+            message = f"expected a mesh of {expected} as on rank {first}, found {found} on rank {rank}"
+            raise Corrupt(message, hint="check that all files come from one run")
     missing = [rank for rank in of_first.mesh.ranks if rank not in tensor_by_rank]
     if missing:
         message = f"expected a shard from each of {len(of_first.mesh.ranks)} ranks, found none from rank {missing[0]}"

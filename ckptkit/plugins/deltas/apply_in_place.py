@@ -122,8 +122,9 @@ def find_continuing_chain(model: Layout, sums: Mapping[str, int], delta_paths: l
     if identity not in by_base and all(delta.record.new != identity for delta in deltas):
         if len(deltas) == 1:
             DeltaChain.of(deltas).check_base(model, sums)
-        message = f"expected a delta of base {short_id(identity)}, found {count(len(deltas), 'delta')} of others"
-        raise Mismatch(message, path=root, hint="a delta is missing, or this model was not made from them")
+        message = f"expected a delta of base {short_id(identity)}, found {count(len(deltas), 'delta')} with other bases"
+        hint = "add the missing delta, or pass the model that the first delta starts from"
+        raise Mismatch(message, path=root, hint=hint)
     chain: list[Delta] = []
     while identity in by_base and by_base[identity] not in chain:
         chain.append(by_base[identity])

@@ -1,7 +1,7 @@
 """Record what a watch did with each checkpoint, so that a restart does not repeat it.
 
-The journal is a small JSON file next to the lock of the watch: in a local run, or for a run in a store in the cache of
-this machine. Every change replaces the file atomically and syncs it to disk before the work continues.
+The journal is a small JSON file next to the watch's lock: in the run's directory, or in this machine's cache if the
+run is in a store. Every change replaces the file atomically and syncs it to disk before the work continues.
 """
 
 from __future__ import annotations

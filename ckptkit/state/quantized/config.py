@@ -31,9 +31,9 @@ Block = tuple[int, int]
 
 
 class Integers(NamedTuple):
-    """The encoding of weights as integers: their bits, and how many neighbors share one scale (None: a row, or all).
+    """The encoding of weights as integers of so many `bits`.
 
-    Without `is_symmetric` they have zero points. With `is_ordered`, columns are in the order of activations.
+    `group` is the number of neighbors that share a scale; None means one scale for a row, or for the tensor. Without `is_symmetric` they have zero points. With `is_ordered`, columns are in the order of activations.
     """
 
     bits: int

@@ -166,7 +166,7 @@ def test_the_command_line(place: Place, source: Path, tmp_path: Path) -> None:
     let_one_die(place, source)
     shown = cli("prune", "--uploads", run_of(place), "--older", "0s")
     assert (shown.returncode, "would abort 1 upload" in shown.stdout) == (0, True)
-    assert "finished objects stay" in shown.stderr
+    assert "of complete objects, which ckptkit does not delete" in shown.stderr
     done = json.loads(cli("prune", "--uploads", run_of(place), "--older", "0s", "--yes", "--json").stdout)
     assert done.keys() == {"root", "older", "aborted", "freed_bytes", "stale", "keep"}
     (one,) = done["stale"]

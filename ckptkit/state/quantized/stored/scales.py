@@ -25,7 +25,7 @@ def is_exponent_dtype(spec: Spec) -> bool:
 
 
 def partner_mismatch_error(name: str, expected: object, found: object) -> Mismatch:
-    """Return the error for a related tensor that does not fit the numbers of a weight."""
+    """Return the error for scales or zero points that do not fit the quantized weight."""
     hint = "check that no file is missing or from another model"
     return Mismatch(f"expected {expected}, found {found}", tensor=name, hint=hint)
 
