@@ -165,7 +165,9 @@ def find_companions_in(directory: Path, *, follow_links: bool = False) -> Compan
         files = {name: read(name) for name in names if (directory / name).is_file()}
         return Companions(directory, files, library=library)
     code = own_code_files(config)
-    names = [*FILES, *additional_chat_templates_in(directory, follow_links=follow_links)]
+    names, templates = [*FILES], directory / TEMPLATES
+    if templates.is_dir() and (follow_links or not templates.is_symlink()):
+        names += [f"{TEMPLATES}/{child.name}" for child in list_children(templates) if child.suffix == ".jinja"]
     names += [child.name for child in list_children(directory) if child.suffix == ".py"] if code else []
     modules = extra_modules_in(directory)
     names += [*_MODULE_FILES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
@@ -196,14 +198,6 @@ def read_config_json(path: Path) -> Mapping[str, Any] | None:
     """Return the content of a config.json; None if it is not a JSON object. Raises `Corrupt` if it is not JSON."""
     found = parse_json(read_small(path, _CONFIG_LIMIT), path)
     return found if isinstance(found, dict) else None
-
-
-def additional_chat_templates_in(directory: Path, *, follow_links: bool) -> list[str]:
-    """Return the paths, relative to `directory`, of the additional chat templates that transformers stores."""
-    folder = directory / TEMPLATES
-    if not folder.is_dir() or (folder.is_symlink() and not follow_links):
-        return []
-    return [f"{TEMPLATES}/{child.name}" for child in list_children(folder) if child.suffix == ".jinja"]
 
 
 def extra_modules_in(directory: Path) -> list[str]:

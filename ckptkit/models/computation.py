@@ -113,11 +113,18 @@ def find_config_differences(config: Mapping[str, Any], other: Mapping[str, Any])
     Rotary parameters may be in `rope_theta` and `rope_scaling`, or in `rope_parameters` (transformers 5.0 and later).
     If only one of the two models is multimodal, its text model is compared.
     """
-    one, two = comparable_configs(config, other)
+    one, two = config, other
+    if one.get("model_type") != two.get("model_type"):
+        one, two = text_model_like(config, other), text_model_like(other, config)
+    ours, theirs = class_labels_of(one), class_labels_of(two)
+    labels = [ConfigDifference(_LABELS, ours, theirs)] if ours and theirs and ours != theirs else []
     keys, other_keys = flatten_both_configs(one, two)
-    here, there = class_labels_of(one), class_labels_of(two)
-    labels = [ConfigDifference(_LABELS, here, there)] if here and there and here != there else []
-    differences = [*differing_keys(keys, other_keys), *keys_with_unknown_default(keys, other_keys)]
+    differences = differing_keys(keys, other_keys)
+    # keys that are false or zero in one config and absent in the other: their default may differ
+    for key in sorted(keys.keys() ^ other_keys.keys()):
+        here, there = keys.get(key), other_keys.get(key)
+        if not _SHOWN_BY_TENSORS.fullmatch(key.rpartition(".")[2]) and (here in (False, 0) or there in (False, 0)):
+            differences.append(ConfigDifference(key, here, there, is_certain=False))
     differences.sort(key=lambda pair: not pair.is_certain)
     # transformers may have a default for a key that is null in one config and absent in the other
     may_have_defaults = any(keys.get(key, other_keys.get(key)) is None for key in keys.keys() ^ other_keys.keys())
@@ -190,17 +197,10 @@ def format_config_value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def comparable_configs(
-    config: Mapping[str, Any], other: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the two configs to compare: if only one model is multimodal, its text config replaces it."""
-
-    def text_of(whole: Mapping[str, Any], wanted: object) -> Mapping[str, Any]:
-        text = whole.get(_TEXT)
-        return text if isinstance(text, Mapping) and text.get("model_type") == wanted else whole
-
-    one, two = config.get("model_type"), other.get("model_type")
-    return (config, other) if one == two else (text_of(config, two), text_of(other, one))
+def text_model_like(config: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the text model in a config if it has the type of the other model, else the config."""
+    text = config.get(_TEXT)
+    return text if isinstance(text, Mapping) and text.get("model_type") == other.get("model_type") else config
 
 
 def differing_keys(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = False) -> list[ConfigDifference]:
@@ -221,13 +221,6 @@ def differing_keys(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: b
         is_certain = not is_one_absent or (is_full and key in one and key in two)
         differences.append(ConfigDifference(key, here, there, is_certain))
     return sorted(differences, key=lambda pair: not pair.is_certain)
-
-
-def keys_with_unknown_default(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
-    """Return the keys that are false or zero in one config and absent in the other: their default may differ."""
-    alone = sorted(key for key in one.keys() ^ two.keys() if not _SHOWN_BY_TENSORS.fullmatch(key.rpartition(".")[2]))
-    found = (ConfigDifference(key, one.get(key), two.get(key), is_certain=False) for key in alone)
-    return [pair for pair in found if pair.here in (False, 0) or pair.there in (False, 0)]
 
 
 def flatten_both_configs(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -259,20 +252,16 @@ def computation_entries_in(
         if key in _ROPE or has_no_effect(str(key), readers) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
             continue
         if isinstance(value, Mapping):
-            yield from computation_entries_in(
-                value if key != _CODE else own_classes_in(value), f"{section}{key}.", readers
-            )
+            inner = value
+            if key == _CODE:  # the classes of a model's own code, without repositories: `modeling_x.XForCausalLM`
+                inner = {role: str(name).rpartition("--")[2] for role, name in value.items() if "Tokenizer" not in role}
+            yield from computation_entries_in(inner, f"{section}{key}.", readers)
         elif key == "architectures" and isinstance(value, list):
             yield f"{section}{key}", [str(name).removeprefix("FSDP") for name in value]  # FSDP1's prefix
         else:
             yield f"{section}{key}", list(value) if isinstance(value, tuple) else value
     if config.get(_LENGTH) and kind in _BY_LENGTH:
         yield f"{section}{_LENGTH}", config[_LENGTH]
-
-
-def own_classes_in(auto_map: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the classes of a model's own code in `auto_map`, without repositories: `modeling_x.XForCausalLM`."""
-    return {kind: str(name).rpartition("--")[2] for kind, name in auto_map.items() if "Tokenizer" not in kind}
 
 
 def has_no_effect(key: str, readers: Collection[str]) -> bool:

@@ -111,12 +111,6 @@ class ExpectedByTable(Expected):
         disk = Form({name: shape for name, (shape, _) in self.table.disk.items()}, self.tied, came_from=came_from)
         return (memory, disk, memory) if self.is_fused else (disk, memory)
 
-    def find_with_base_form(self, names: frozenset[str] | None) -> ExpectedByTable | None:
-        """Return the model with the form of a base that has tensors of these names; None if they match no form."""
-        if names is None or covers_or_fits_in_form(names, self.forms[0]):
-            return self
-        return replace(self, is_fused=True) if covers_or_fits_in_form(names, self.forms[-1]) else None
-
     def linear_layers(self, form: Form) -> LinearLayers:
         names = (name for name, shape in form.shapes.items() if self.table.is_linear(name, shape))
         return LinearLayers(tuple(names), frozenset([HEAD]))
@@ -183,8 +177,11 @@ def expected_model(config: Mapping[str, Any], ask_base: AskBase = None) -> Expec
     if own is not None and own.is_llama:
         return own
     hub_names = ask_base() if ask_base else None
-    own = own and own.find_with_base_form(hub_names)
-    return own or expected_by_transformers(config, hub_names)
+    if own is not None and (hub_names is None or covers_or_fits_in_form(hub_names, own.forms[0])):
+        return own
+    if own is not None and hub_names is not None and covers_or_fits_in_form(hub_names, own.forms[-1]):
+        return replace(own, is_fused=True)
+    return expected_by_transformers(config, hub_names)
 
 
 def find_expected_llama(config: Mapping[str, Any]) -> Expected | None:

@@ -221,7 +221,10 @@ def find_mixture_table(config: Mapping[str, Any], variation: Variation, mixture:
     if layers > _MAX_LAYERS or layers * experts > _MAX_EXPERTS:
         return None
     block = block_shapes_in_order(variation, config)
-    sparse = with_experts(block, mixture)
+    # a block whose feed-forward half is the mixture
+    first = {name: letters for name, letters in block.items() if name.startswith("self_attn.")}
+    last = {name: letters for name, letters in block.items() if not name.startswith(("self_attn.", "mlp."))}
+    sparse = {**first, **mixture.memory, **last}
     blocks = (block if i in dense or (i + 1) % every else sparse for i in range(layers))
     sizes = sizes_by_letter(config) | {"e": experts, "m": width, "n": 2 * width}
     return Table(tuple(blocks), sizes, has_tied_head(config), mixture)
@@ -239,13 +242,6 @@ def block_shapes_in_order(variation: Variation, config: Mapping[str, Any]) -> di
         return _MODULES.index(module), kind == "bias"
 
     return {name: block[name] for name in sorted(block, key=place)}
-
-
-def with_experts(block: Mapping[str, str], mixture: Mixture) -> dict[str, str]:
-    """Return a block whose feed-forward half is a mixture of experts."""
-    first = [(name, letters) for name, letters in block.items() if name.startswith("self_attn.")]
-    last = [(name, letters) for name, letters in block.items() if not name.startswith(("self_attn.", "mlp."))]
-    return dict([*first, *mixture.memory.items(), *last])
 
 
 def sizes_by_letter(config: Mapping[str, Any]) -> dict[str, int]:

@@ -71,7 +71,10 @@ def find_largest_token_id(files: Mapping[str, bytes], config: Mapping[str, Any])
 def token_ids_in(name: str, content: bytes) -> Iterator[int]:
     """Yield token ids of a tokenizer's file, the largest among them; nothing for other files."""
     if name == _SENTENCEPIECE:
-        count = count_sentencepiece_tokens(content) or count_tiktoken_tokens(content)
+        count = count_sentencepiece_tokens(content)
+        if not count:  # a tiktoken file has one line with an id per token
+            numbers = [line.rpartition(b" ")[2] for line in content.splitlines()]
+            count = max(map(int, numbers), default=-1) + 1 if all(map(bytes.isdigit, numbers)) else 0
         yield from [count - 1] if count else []
     elif name == "vocab.txt":
         yield content.count(b"\n") - 1
@@ -134,9 +137,3 @@ def read_varint(content: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
     return 1 << 62, len(content)
-
-
-def count_tiktoken_tokens(content: bytes) -> int:
-    """Return the number of tokens in a tiktoken file (one line with an id per token), 0 for any other file."""
-    numbers = [line.rpartition(b" ")[2] for line in content.splitlines()]
-    return max(map(int, numbers), default=-1) + 1 if all(map(bytes.isdigit, numbers)) else 0

@@ -44,13 +44,21 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
     if len(fitting) == 1:
         (fitting_config,) = fitting
         class_name = str(fitting_config["architectures"][0])
-        check_second_head(shapes, config, heads[0], f"{named} and {class_name}")
+        if HEAD in shapes and not has_tied_head(config):  # a language model's own (untied) head beside another head
+            both = f"{named} and {class_name}"
+            message = f"this head and `{HEAD}` are those of two classes, {both}, and each class drops the other head"
+            module = heads[0].rpartition(".")[0]
+            raise Mismatch(message, tensor=heads[0], hint=f"pass --exclude '*{HEAD}' or --exclude '*{module}.*'")
         words = f"config.json says {named}, but the checkpoint has `{heads[0]}`: wrote {class_name}"
         labels = len(fitting_config.get("id2label") or {})
-        is_resized = fitting_config.get("id2label") != config.get("id2label")
-        if is_resized:
-            refuse_resized_named_labels(config, heads[0], labels)
-        return fitting_config, [f"{words} with {count(labels, 'label')}" if is_resized else words]
+        if fitting_config.get("id2label") == config.get("id2label"):
+            return fitting_config, [words]
+        names = (config.get("id2label") or {}).values()
+        if any(not re.fullmatch(r"LABEL_[0-9]+", str(name)) for name in names):
+            message = f"expected {len(names)} labels (id2label of config.json), found {labels}"
+            hint = "pass a --base whose config.json names the labels of this head"
+            raise Mismatch(message, tensor=heads[0], hint=hint)
+        return fitting_config, [f"{words} with {count(labels, 'label')}"]
     if not fitting and all(map(_VALUE_HEAD.fullmatch, heads)):
         words = f"`{heads[0]}`{and_more(len(heads) - 1)} is a value head, which {named} of config.json does not have"
         return config, [Caution(f"{words}: load the output with the library that trained it")]
@@ -58,22 +66,6 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
     which = f"fits {' or '.join(classes)}" if classes else "fits no class of this type together with the other tensors"
     hint = "pass a --base whose config.json names the class that was trained, or --names keep"
     raise Mismatch(f"config.json says {named}, which does not have this tensor: it {which}", tensor=heads[0], hint=hint)
-
-
-def check_second_head(shapes: Mapping[str, Shape], config: Config, head: str, classes: str) -> None:
-    """Raise `Mismatch` if a language model's own (untied) head is present beside another head."""
-    if HEAD in shapes and not has_tied_head(config):
-        message = f"this head and `{HEAD}` are those of two classes, {classes}, and each class drops the other head"
-        module = head.rpartition(".")[0]
-        raise Mismatch(message, tensor=head, hint=f"pass --exclude '*{HEAD}' or --exclude '*{module}.*'")
-
-
-def refuse_resized_named_labels(config: Config, head: str, labels: int) -> None:
-    """Raise `Mismatch` if config.json names another number of labels than the head has."""
-    names = (config.get("id2label") or {}).values()
-    if any(not re.fullmatch(r"LABEL_[0-9]+", str(name)) for name in names):
-        message = f"expected {len(names)} labels (id2label of config.json), found {labels}"
-        raise Mismatch(message, tensor=head, hint="pass a --base whose config.json names the labels of this head")
 
 
 def candidate_configs(shapes: Mapping[str, Shape], config: Config, heads: Collection[str]) -> Iterator[dict[str, Any]]:

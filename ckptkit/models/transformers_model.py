@@ -85,7 +85,9 @@ def build_meta_model(config_json: str) -> MetaModel:
         raise
     import torch
 
-    refuse_huge_counts(config)
+    layers, experts = (max([1, *numbers_under_keys(config, pattern)]) for pattern in (_LAYERS, _EXPERTS))
+    if layers > _MAX_LAYERS or layers * experts > _MAX_LAYERS_TIMES_EXPERTS:
+        raise Unsupported(f"its config.json says {layers:.6g} layers, and {experts:.6g} experts")
     try:
         with quiet_transformers(), torch.device("meta"):
             model = model_class_of(transformers, config)(config_class(transformers, model_type).from_dict(config))
@@ -221,13 +223,6 @@ def sanitized_config(config: Any) -> Any:
             return float(config[_FLOAT])
         return {key: sanitized_config(value) for key, value in config.items() if not _DROPPED_KEYS.fullmatch(str(key))}
     return [sanitized_config(one) for one in config] if isinstance(config, list) else config
-
-
-def refuse_huge_counts(config: Mapping[str, Any]) -> None:
-    """Raise `Unsupported` for a config with many more layers or experts than any real model."""
-    layers, experts = (max([1, *numbers_under_keys(config, pattern)]) for pattern in (_LAYERS, _EXPERTS))
-    if layers > _MAX_LAYERS or layers * experts > _MAX_LAYERS_TIMES_EXPERTS:
-        raise Unsupported(f"its config.json says {layers:.6g} layers, and {experts:.6g} experts")
 
 
 def numbers_under_keys(config: Any, pattern: re.Pattern[str]) -> Iterator[float]:

@@ -85,7 +85,12 @@ def transform_all(
     transformed = TransformedTensors()
     groups: dict[str, TransformGroup] = {}
     for name in sorted(tensors, key=natural_sort_key):
-        key, pattern = convert_name(rename_by_transforms(name, before), converters)
+        key, pattern = rename_by_transforms(name, before), None
+        for converter in converters:
+            new, pattern = converter.rename_source_key(key)
+            if pattern is not None:  # the first one that matches converts the tensor
+                key = new
+                break
         if not is_to_disk and key not in meta.shapes and name in meta.shapes:
             key, pattern = name, None
         if pattern is None:
@@ -105,15 +110,6 @@ def rename_by_transforms(name: str, transforms: Iterable[Any]) -> str:
     for transform in transforms:
         name, _ = transform.rename_source_key(name)
     return name
-
-
-def convert_name(name: str, converters: Iterable[Any]) -> tuple[str, str | None]:
-    """Return a name after the first transform that matches, and the pattern that matched; else the name and None."""
-    for converter in converters:
-        new, pattern = converter.rename_source_key(name)
-        if pattern is not None:
-            return new, pattern
-    return name, None
 
 
 def convert_group(

@@ -67,7 +67,10 @@ class NewVocabulary:
         except Unsupported:
             return cls(rows, {})
         try:
-            shapes, longer = (shapes_in_all_forms(with_vocabulary_size(config, n), ask_base) for n in (rows, rows + 1))
+            shapes, longer = (  # of all forms on disk
+                {name: shape for form in reversed(forms) for name, shape in form.shapes.items()}
+                for forms in (forms_of_model(with_vocabulary_size(config, n), ask_base) for n in (rows, rows + 1))
+            )
         except Unsupported as error:
             raise Mismatch(f"config.json cannot describe a model with {rows} rows: {error.message}") from error
         return cls(rows, {name: token_axis_between(name, rows, shape, longer[name]) for name, shape in shapes.items()})
@@ -88,9 +91,19 @@ class NewVocabulary:
 
     def resize_all(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return located tensors with `rows` rows in each tensor that follows the vocabulary. New rows are zero."""
-        axes = {name: axis for name in tensors if (axis := self.find_token_axis(name)) is not None}
-        resized = {name: resize_axis(tensors[name], axis.axis, self.rows + axis.extra) for name, axis in axes.items()}
-        return {**tensors, **resized}
+        resized = dict(tensors)
+        for name, tensor in tensors.items():
+            token_axis = self.find_token_axis(name)
+            if token_axis is None:
+                continue
+            axis, size, shape = token_axis.axis, self.rows + token_axis.extra, tensor.spec.shape
+            if size < shape[axis]:
+                resized[name] = axes.cut_axis(tensor, axis, 0, size)
+            elif size > shape[axis]:
+                spec = Spec(tensor.spec.dtype, axes.replace_sizes_at(shape, axis, 1, (size - shape[axis],)))
+                zeros = StoredTensor(spec, (Chunk.of_zeros(full_box(spec.shape), spec.dtype),))
+                resized[name] = axes.concatenate([tensor, zeros], axis)
+        return resized
 
     def require_one_size(self, tensors: Mapping[str, StoredTensor]) -> int:
         """Return the current number of rows. Raises `Mismatch` if no tensor has rows for tokens, or if they differ."""
@@ -114,11 +127,6 @@ def vocabulary_of_config(config: Mapping[str, Any]) -> NewVocabulary:
         return NewVocabulary(size or 0, {})
 
 
-def shapes_in_all_forms(config: Mapping[str, Any], ask_base: AskBase) -> dict[str, Shape]:
-    """Return the shapes of all tensors that a config.json describes, in all forms on disk."""
-    return {name: shape for form in reversed(forms_of_model(config, ask_base)) for name, shape in form.shapes.items()}
-
-
 def token_axis_between(name: str, rows: int, shape: Shape, longer: Shape) -> TokenAxis | None:
     """Return the axis that is longer in a model with one more token than `rows`; None if there is none."""
     grown = [axis for axis, (size, more) in enumerate(zip(shape, longer, strict=True)) if size != more]
@@ -128,16 +136,6 @@ def token_axis_between(name: str, rows: int, shape: Shape, longer: Shape) -> Tok
         message = f"--vocab-size adds one row per token, but one more token changes {list(shape)} to {list(longer)}"
         raise Unsupported(message, tensor=name)
     return TokenAxis(grown[0], shape[grown[0]] - rows)
-
-
-def resize_axis(tensor: StoredTensor, axis: int, size: int) -> StoredTensor:
-    """Return a tensor with `size` elements along an axis: cropped at the end, or padded with zeros."""
-    dtype, shape = tensor.spec.dtype, tensor.spec.shape
-    if size <= shape[axis]:
-        return tensor if size == shape[axis] else axes.cut_axis(tensor, axis, 0, size)
-    spec = Spec(dtype, (*shape[:axis], size - shape[axis], *shape[axis + 1 :]))
-    zeros = Chunk.of_zeros(full_box(spec.shape), dtype)
-    return axes.concatenate([tensor, StoredTensor(spec, (zeros,))], axis)
 
 
 def check_vocabulary_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
