@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from glob import escape
 from shlex import quote
+from typing import Any
 
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_more, errors_at
 from ckptkit.layout import Layout, edits
+from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.companions import (
     CONFIG,
@@ -21,14 +24,13 @@ from ckptkit.models.companions import (
     is_transformers_config,
     with_weights_dtype,
 )
-from ckptkit.models.expected import AskBase, Form, closest_form_or_error, find_expected_llama
+from ckptkit.models.expected import AskBase, Form, closest_form_or_error, find_expected_llama, forms_of_model
 from ckptkit.models.fit import fit_to_config
 from ckptkit.models.known_types import find_embedding
-from ckptkit.models.names import HUB, KEEP
+from ckptkit.models.names import HUB, KEEP, find_family_of
 from ckptkit.models.names.copies import find_copy
 from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.parameters import rename_parameters
-from ckptkit.models.names.prefixes import remove_prefix
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
 from ckptkit.models.tokens import notes_on_tokens, warn_of_tokens
@@ -110,11 +112,38 @@ def is_plain_llama(model: Model) -> bool:
 
 def without_trainer_prefix(model: Model) -> Model:
     """Remove the prefix of a trainer's module from all names, if config.json or a family of names proves it."""
-    weights, remarks = remove_prefix(model.weights, model.companions.config)
-    if not remarks:
+    prefix, whose = find_trainer_prefix(model.layout.shapes, model.config)
+    if not prefix:
         return model
-    prefix = len(next(iter(model.layout.tensors))) - len(next(iter(weights.layout.tensors)))
-    return model.with_new_names(lambda name: name[prefix:]).with_remarks(*remarks)
+    remark = f"removed the prefix `{prefix}` from all names: the rest are names {whose}"
+    return model.with_new_names(lambda name: name.removeprefix(prefix)).with_remarks(remark)
+
+
+def find_trainer_prefix(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the prefix that a trainer's module puts before all names, and whose names the rest are; else ("", "").
+
+    `model.` or `net.` may be part of the model's own names: only a known family or config.json decides.
+    """
+    if len({name.partition(".")[0] for name in shapes}) != 1:
+        return "", ""
+    first = next(iter(shapes)).partition(".")[0] + "."
+    rest = {name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
+    if len(rest) == len(shapes) and not find_family_of(shapes) and find_family_of(rest):
+        return first, "of a known family"
+    forms: tuple[Form, ...] = ()
+    with suppress(Unsupported):  # an unknown model
+        forms = forms_of_model(config) if config else ()
+    if any(form.needed_names <= shapes.keys() for form in forms):
+        return "", ""
+    for form in forms:
+        sample = min(form.needed_names)
+        ends = [name for name in shapes if name.endswith(f".{sample}")]
+        prefix = ends[0].removesuffix(sample) if len(ends) == 1 else ""
+        rest = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+        fits = len(rest) == len(shapes) and all(rest.get(name) == form.shapes[name] for name in form.needed_names)
+        if prefix and fits:
+            return prefix, "that config.json describes"
+    return "", ""
 
 
 def refuse_copies(model: Model) -> None:

@@ -65,18 +65,15 @@ def find_average_under(module: str, alike: Iterable[str], shapes: Mapping[str, S
     named_after = _AVERAGE.sub("", module).strip("_")
     for prefix in (*([match[0]] if match else []), f"{module}.{DDP.text}", f"{module}."):
         below = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
+        # tensors of one element may count updates
+        below = {name: rest for name, rest in below.items() if prod(shapes[name]) != 1}
+        known = {without_dots(name): name for name in shapes if not name.startswith(prefix)}
         for above in ("", *(f"{one}." for one in (named_after, *alike))):
-            if copy := find_copy_with_prefix({name: f"{above}{rest}" for name, rest in below.items()}, prefix, shapes):
-                return copy
+            pairs = {name: known.get(without_dots(above + rest)) for name, rest in below.items()}
+            copied = [(name, of) for name, of in pairs.items() if of is not None and shapes[of] == shapes[name]]
+            if copied and len(copied) == len(pairs):  # the model has all tensors of the copy
+                return SecondModel(*copied[0], prefix)
     return None
-
-
-def find_copy_with_prefix(own: Mapping[str, str], prefix: str, shapes: Mapping[str, Shape]) -> SecondModel | None:
-    """Return the copy if the model has all of its tensors. Ignores tensors of one element: they may count updates."""
-    known = {without_dots(name): name for name in shapes if not name.startswith(prefix)}
-    pairs = {name: known.get(without_dots(of)) for name, of in own.items() if prod(shapes[name]) != 1}
-    copied = [(name, of) for name, of in pairs.items() if of is not None and shapes[of] == shapes[name]]
-    return SecondModel(*copied[0], prefix) if copied and len(copied) == len(pairs) else None
 
 
 def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Shape]) -> set[str]:

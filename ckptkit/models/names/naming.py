@@ -77,7 +77,11 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
         return weights, []
     asked.check(weights, asked.config)
     layout = locate_all_chunks(decompress_entries(weights.layout))
-    layout = layout if change is None else change.with_computed_values(layout)
+    if change is not None and change.here is not None and change.here.arithmetic is not None:
+        from ckptkit.engine.arithmetic import apply_arithmetic  # deferred: imports numpy
+
+        arithmetic = {name: change.here.arithmetic(name, change.sizes) for name in layout.tensors}
+        layout = apply_arithmetic(layout, {name: one for name, one in arithmetic.items() if one is not None})
     vocabulary = asked.find_new_vocabulary()
     try:
         named_tensors = turn_with_resized_rows(change, vocabulary)(layout.tensors)
@@ -136,15 +140,6 @@ class FamilyChange(NamedTuple):
     there: Family | None
     turn: Turn
     sizes: Sizes
-
-    def with_computed_values(self, layout: Layout) -> Layout:
-        """Return a located layout with the values changed as the family requires on the way to the Hub."""
-        if self.here is None or self.here.arithmetic is None:
-            return layout
-        from ckptkit.engine.arithmetic import apply_arithmetic
-
-        changes = {name: self.here.arithmetic(name, self.sizes) for name in layout.tensors}
-        return apply_arithmetic(layout, {name: change for name, change in changes.items() if change is not None})
 
 
 def find_family_change(found: Weights, asked: AskedNames) -> FamilyChange | None:

@@ -143,10 +143,15 @@ def rename_in_group_lists(
     blobs: dict[str, Blob] = {}
     for name, blob in layout.blobs.items():
         key = layout.key(name)
-        if name not in others and (is_list_of_parameters(key) or is_list_of_names(key)):
-            blobs[name] = rename_in_list(layout, blob, from_recorded if is_list_of_names(key) else new_name)
-    is_changed = any(blob is not layout.blobs[name] for name, blob in blobs.items())
-    return replace(layout, blobs={**layout.blobs, **blobs}) if is_changed else layout
+        if name in others or not (is_list_of_parameters(key) or is_list_of_names(key)):
+            continue
+        rename = from_recorded if is_list_of_names(key) else new_name
+        value = load_value(layout.root, blob)
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):  # not a list of indices
+            names = [rename(one) for one in value]
+            if names != value:
+                blobs[name] = with_new_value(blob, names)
+    return replace(layout, blobs={**layout.blobs, **blobs}) if blobs else layout
 
 
 def renamable_parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
@@ -192,12 +197,3 @@ def is_list_of_names(key: KeyPath) -> bool:
     """Return whether a key path leads to the names that torch records in a group, flattened or not."""
     way = key_within_optimizer(key)
     return way is not None and way[0] == "param_groups" and way[2] == PARAM_NAMES
-
-
-def rename_in_list(layout: Layout, blob: Blob, new_name: NewName) -> Blob:
-    """Return a list of parameters with new names; a list of indices, or without new names, is returned unchanged."""
-    value = load_value(layout.root, blob)
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        return blob
-    names = [new_name(name) for name in value]
-    return blob if names == value else with_new_value(blob, names)

@@ -6,14 +6,12 @@ move chunks, with the functions in `ckptkit.layout.axes`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Protocol
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor, axes
-from ckptkit.layout.box import Shape
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.words import count
 
@@ -139,23 +137,22 @@ class Concatenated:
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         (fused,) = tensors
-        ends = (0, *accumulate(self.part_extents(fused.spec.shape[self.axis], sizes)))
-        if ends[-1] != fused.spec.shape[self.axis]:
-            found = f"found {fused.spec.shape[self.axis]} along axis {self.axis}"
-            raise Mismatch(f"expected {ends[-1]} (config.json), {found}")
+        extent = fused.spec.shape[self.axis]
+        if self.extents:
+            extents = tuple(sizes[symbol] * sizes.head_width for symbol in self.extents)
+        elif self.size:
+            extents = (sizes[self.size],) * self.count
+        elif extent % self.count:
+            raise Mismatch(f"expected {self.count} equal parts along axis {self.axis}, found {extent} elements")
+        else:
+            extents = (extent // self.count,) * self.count
+        ends = (0, *accumulate(extents))
+        if ends[-1] != extent:
+            raise Mismatch(f"expected {ends[-1]} (config.json), found {extent} along axis {self.axis}")
         return tuple(axes.cut_axis(fused, self.axis, start, stop) for start, stop in pairwise(ends))
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         return (axes.concatenate(tensors, self.axis),)
-
-    def part_extents(self, extent: int, sizes: Sizes) -> Shape:
-        if self.extents:
-            return tuple(sizes[symbol] * sizes.head_width for symbol in self.extents)
-        if self.size:
-            return (sizes[self.size],) * self.count
-        if extent % self.count:
-            raise Mismatch(f"expected {self.count} equal parts along axis {self.axis}, found {extent} elements")
-        return (extent // self.count,) * self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +185,15 @@ class SwappedAxes:
     axes: tuple[int, int] = (0, 1)
 
     def to_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
-        return tuple(axes.permute_axes(tensor, self.axis_permutation(len(tensor.spec.shape))) for tensor in tensors)
+        one, other = self.axes
+        swapped = []
+        for tensor in tensors:
+            order = list(range(len(tensor.spec.shape)))
+            order[one], order[other] = order[other], order[one]
+            swapped.append(axes.permute_axes(tensor, order))
+        return tuple(swapped)
 
     from_hub = to_hub
-
-    def axis_permutation(self, ndim: int) -> Sequence[int]:
-        order = list(range(ndim))
-        one, other = self.axes
-        order[one], order[other] = order[other], order[one]
-        return order
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +221,16 @@ class FlatFront:
     symbol: str
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
-        return tuple(axes.split_axis(tensor, 0, self.split_extents(tensor, sizes)) for tensor in tensors)
+        items, split = sizes[self.symbol], []
+        for tensor in tensors:
+            rows = tensor.spec.shape[0]
+            if rows % items:
+                raise Mismatch(f"expected a multiple of {items} rows (number of {self.symbol}), found {rows}")
+            split.append(axes.split_axis(tensor, 0, (items, rows // items)))
+        return tuple(split)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:  # noqa: ARG002 - the others have use for it
         return tuple(axes.merge_axes(tensor, 0, 2) for tensor in tensors)
-
-    def split_extents(self, tensor: StoredTensor, sizes: Sizes) -> tuple[int, int]:
-        """Return the two extents that the first axis is split into."""
-        count, extent = sizes[self.symbol], tensor.spec.shape[0]
-        if extent % count:
-            raise Mismatch(f"expected a multiple of {count} rows (number of {self.symbol}), found {extent}")
-        return count, extent // count
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,29 +38,28 @@ def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
     model = sizes.require_type(TORCHTITAN.name, _TYPES)
     prefix = "language_model." if model == _LLAMA4 and "text_config" in sizes.config else ""
     layer = prefix + LAYER
-    return (
-        Rule.of("tok_embeddings.weight", prefix + "model.embed_tokens.weight"),
-        Rule.of("norm.weight", prefix + "model.norm.weight"),
-        Rule.of(join_alternatives("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
-        *norm_rules(model, layer),
-        *attention_rules(layer, is_in_pairs=model in _INTERLEAVED, is_older=is_older or model == _DEEPSEEK),
-        *weight_and_bias_rules(_ATTENTION + "wo", layer + "self_attn.o_proj"),
-        *feed_forward_rules("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
-        *{_GPT_OSS: mixture_rules_with_biases, _LLAMA4: fused_mixture_rules}.get(model, mixture_rules)(
-            model, layer, is_older
-        ),
-        *(latent_attention_rules() if model == _DEEPSEEK else ()),
-    )
-
-
-def norm_rules(model: str, layer: str) -> tuple[Rule, ...]:
     names = {
         "attention_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",
         "attention.q_norm": "self_attn.q_a_layernorm" if model == _DEEPSEEK else "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
     }
-    return tuple(Rule.of(f"layers.{{layer}}.{own}.weight", f"{layer}{hub}.weight") for own, hub in names.items())
+    if model == _DEEPSEEK:  # multi-head latent attention (MLA)
+        latent = {"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj"}
+        latent |= {"wq_a": "q_a_proj", "wq_b": "q_b_proj"}
+        names |= {f"attention.{own}": f"self_attn.{hub}" for own, hub in latent.items()}
+    return (
+        Rule.of("tok_embeddings.weight", prefix + "model.embed_tokens.weight"),
+        Rule.of("norm.weight", prefix + "model.norm.weight"),
+        Rule.of(join_alternatives("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
+        *(Rule.of(f"layers.{{layer}}.{own}.weight", f"{layer}{hub}.weight") for own, hub in names.items()),
+        *attention_rules(layer, is_in_pairs=model in _INTERLEAVED, is_older=is_older or model == _DEEPSEEK),
+        *weight_and_bias_rules(_ATTENTION + "wo", layer + "self_attn.o_proj"),
+        *feed_forward_rules("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
+        *{_GPT_OSS: mixture_rules_with_biases, _LLAMA4: fused_mixture_rules}.get(model, mixture_rules)(
+            model, layer, is_older
+        ),
+    )
 
 
 def attention_rules(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, ...]:
@@ -135,13 +134,6 @@ def mixture_rules_with_biases(_model: str, layer: str, is_older: bool) -> tuple[
         Rule.of(expert_alternatives("mlp2_weight", "EDF", is_older), hub + "down_proj", second),
         Rule.of(expert_alternatives("mlp2_bias", "ED", is_older), hub + "down_proj_bias"),
     )
-
-
-def latent_attention_rules() -> tuple[Rule, ...]:
-    """Return the rules for multi-head latent attention (MLA)."""
-    names = {"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj"}
-    names |= {"wq_a": "q_a_proj", "wq_b": "q_b_proj"}
-    return tuple(Rule.of(f"{_ATTENTION}{own}.weight", f"{LAYER}self_attn.{hub}.weight") for own, hub in names.items())
 
 
 TORCHTITAN = Family(

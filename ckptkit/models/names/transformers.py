@@ -72,7 +72,10 @@ class InMemory(Family):
             translated = Translated({name: one.stored for name, one in on_disk.tensors.items()}, on_disk.came_from)
         else:
             translated = translate_experts_by_rules(known, model.forms[0], sizes, to_hub=True)
-        require_all_sources(translated.came_from, model.forms[0])
+        for name, olds in translated.came_from.items():
+            missing = set(model.forms[0].came_from.get(name, ())) - set(olds)
+            if missing:
+                raise Mismatch(f"missing: `{olds[0]}` is here, and the two become one tensor", tensor=min(missing))
         return replace(translated, unplaced=tuple(name for name in tensors if name not in known))
 
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
@@ -115,14 +118,6 @@ def require_model_shapes(tensors: Mapping[str, StoredTensor], shapes: Mapping[st
         if name in shapes and tensor.spec.shape != shapes[name]:
             message = f"expected shape {list(shapes[name])} (config.json), found {list(tensor.spec.shape)}"
             raise Mismatch(message, tensor=name, hint="check that config.json belongs to this model")
-
-
-def require_all_sources(came_from: Mapping[str, tuple[str, ...]], form: Form) -> None:
-    """Raise `Mismatch` if some of the in-memory tensors that make up a tensor on disk are missing."""
-    for name, olds in came_from.items():
-        missing = set(form.came_from.get(name, ())) - set(olds)
-        if missing:
-            raise Mismatch(f"missing: `{olds[0]}` is here, and the two become one tensor", tensor=min(missing))
 
 
 def require_all_merged(names: Collection[str], form: Form) -> None:
