@@ -184,15 +184,6 @@ def expected_model(config: Mapping[str, Any], ask_base: AskBase = None) -> Expec
     return expected_by_transformers(config, hub_names)
 
 
-def find_expected_llama(config: Mapping[str, Any]) -> Expected | None:
-    """Return the table's model, if its blocks compute the same as Llama's; None for any other."""
-    try:
-        own = find_expected_by_table(config)
-    except Unsupported:  # config.json lacks a size
-        return None
-    return own if own is not None and own.is_llama else None
-
-
 def find_expected_by_table(config: Mapping[str, Any]) -> ExpectedByTable | None:
     """Return the model of a config.json from ckptkit's own table; None if the table does not know its type."""
     return expected_of_text(json.dumps(config, skipkeys=True, default=repr))

@@ -34,50 +34,26 @@ _MAX_GLOBS = 3
 
 def compare_with_base(model: Model, options: ConvertOptions) -> Model:
     """Add notes on tensors that only the base has or only the model has, and on shapes that differ."""
-    base = find_base_to_compare(model, options)
+    base: BaseWeights | None = None
+    recorded = model.config.get("_name_or_path")
+    if options.base is not None:
+        base = model.ask_base if isinstance(model.ask_base, BaseWeights) else BaseWeights(options.base)
+    elif isinstance(recorded, str) and Path(recorded).is_absolute() and Path(recorded).is_dir():
+        base = BaseWeights(recorded)
     if base is not None and base.problem is not None:
         return model.with_remarks(f"not compared with the weights of {base.base}: {base.problem.message}")
     if base is None or base.layout is None:
         return model
-    ours = model.layout.shapes
-    theirs = base_shapes(base, is_quantized=is_declared_quantized(model.config))
+    ours, theirs = model.layout.shapes, base.layout.shapes
+    if not is_declared_quantized(model.config):  # then the base's quantized weights count with their plain shapes
+        with suppress(Corrupt, Mismatch, Unsupported):  # some tensors are missing: compare the other names anyway
+            if quantized := find_quantized(base.layout, base.open().companions.config):
+                packed = {dequantized_name(name): one.shape for name, one in quantized.weights.items()}
+                theirs = {name: shape for name, shape in theirs.items() if name not in quantized.members} | packed
     forms: tuple[Form, ...] = ()
     with suppress(Unsupported):  # an unknown model
         forms = forms_of_model(model.config, model.ask_base) if model.config else ()
     return model.with_remarks(*notes_on_differences(ours, theirs, forms, base.base))
-
-
-def find_base_to_compare(model: Model, options: ConvertOptions) -> BaseWeights | None:
-    """Return the base that the user named, or else the local directory in `_name_or_path` of config.json."""
-    if options.base is not None:
-        return model.ask_base if isinstance(model.ask_base, BaseWeights) else BaseWeights(options.base)
-    recorded = model.config.get("_name_or_path")
-    is_local = isinstance(recorded, str) and Path(recorded).is_absolute() and Path(recorded).is_dir()
-    return BaseWeights(str(recorded)) if is_local else None
-
-
-def base_shapes(base: BaseWeights, *, is_quantized: bool) -> Shapes:
-    """Return the shapes of a base's weights by name: plain shapes for quantized weights, unless ours are quantized."""
-    assert base.layout is not None
-    shapes = base.layout.shapes
-    try:
-        quantized = None if is_quantized else find_quantized(base.layout, base.open().companions.config)
-    except (Corrupt, Mismatch, Unsupported):  # some tensors are missing: compare the other names anyway
-        quantized = None
-    if quantized is None:
-        return shapes
-    packed = {dequantized_name(name): one.shape for name, one in quantized.weights.items()}
-    return {name: shape for name, shape in shapes.items() if name not in quantized.members} | packed
-
-
-def names_of_other_forms(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...]) -> Collection[str]:
-    """Return the names in which a model and its base may differ: other on-disk names of its type."""
-    form, other = (closest_form(forms, names) if forms else None for names in (ours, theirs))
-    if form is None or other is None:
-        return ()
-    return (
-        {*form.tied, *form.unsaved} if form.shapes == other.shapes else {name for one in forms for name in one.shapes}
-    )
 
 
 def names_only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
@@ -95,7 +71,11 @@ def ends_of(name: str) -> list[str]:
 
 def notes_on_differences(ours: Shapes, theirs: Shapes, forms: tuple[Form, ...], base: str) -> Iterator[str]:
     """Yield a sentence for each kind of difference in names and shapes between a model and its base."""
-    known = names_of_other_forms(ours, theirs, forms)
+    known: Collection[str] = ()  # names in which the two may differ: other names on disk of this model type
+    if forms:
+        form, other_form = (closest_form(forms, names) for names in (ours, theirs))
+        is_same = form.shapes == other_form.shapes
+        known = {*form.tied, *form.unsaved} if is_same else {name for one in forms for name in one.shapes}
     only_base, only_ours = names_only_in(theirs, ours, known), names_only_in(ours, theirs, known)
     if theirs and not ours.keys() & theirs.keys() and len(only_base) == len(theirs):
         yield f"not compared with the weights of {base}: they have no tensor name in common"

@@ -307,12 +307,16 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         require_separate_destination(model.base, output, options.writer)
     is_alone = options.writer.is_model_only
     world_size = options.world_size or model.part.layout.world_size or 1
+    new_names: dict[str, list[str]] = {}  # of each renamed weight, by its name in the checkpoint
+    for new, old in model.weights.came_from.items():
+        if new in model.layout.tensors and old != new:
+            new_names.setdefault(old, []).append(new)
     draft = Draft.of(
         [model.layout, *model.others],
         options,
         world_size,
         made_of=model.made_of or source_record_of(model.layout),
-        renamed=new_names_by_entry(model),
+        renamed={old: news[0] + and_more(len(news) - 1) for old, news in new_names.items()},
         cast=model.casts,
         recipes=model.recipes_by_name(),
         stem=model.companions.weights_stem if is_alone else "model",
@@ -334,12 +338,3 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         notes=model.remarks,
         is_fitted=isinstance(model.expected, Form),
     )
-
-
-def new_names_by_entry(model: Model) -> dict[str, str]:
-    """Return the new name of each renamed weight by its name in the checkpoint, and how many more there are."""
-    new_names: dict[str, list[str]] = {}
-    for new, old in model.weights.came_from.items():
-        if new in model.layout.tensors and old != new:
-            new_names.setdefault(old, []).append(new)
-    return {old: news[0] + and_more(len(news) - 1) for old, news in new_names.items()}

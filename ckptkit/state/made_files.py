@@ -23,7 +23,7 @@ from ckptkit.errors import Corrupt, Mismatch, Occupied
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.allocation import make_directory, write_new_file
 from ckptkit.io.file import file_size
-from ckptkit.layout import Chunk, Extent, FileOffset, Layout
+from ckptkit.layout import Chunk, Extent, FileOffset
 from ckptkit.layout.box import Box
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed, unchanged_box
@@ -57,24 +57,19 @@ def plan_draft(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     destination, before, behind = read_output_layout(draft.writer, root, wanted.tensors, wanted.blobs), 0, 0
     if share.count > 1:
         destination, before, behind = narrow_to_share(destination, wanted, share)
-        sources = sources_needed_by(draft, destination)
+        # of each source only the section that this section of the output is computed from
+        recipes = [(name, draft.recipes[name]) for name in destination.tensors if name in draft.recipes]
+        computed = [(name, operand) for name, recipe in recipes for operand in recipe.operands]
+        apart = [one for name, one in computed if one.name != name or one.region is not unchanged_box]
+        sources = tuple(
+            restrict_to_needed(layout, destination, {one.name for one in apart if one.source == number})
+            for number, layout in enumerate(sources)
+        )
     src, *others = map(locate_all_chunks, sources)
     planned = make_plan(src, locate_all_chunks(destination), others, draft.recipes)
     if draft.recipes:
         check_tied_sources(planned)
     return replace(planned, before=before, behind=behind) if share.count > 1 else planned
-
-
-def sources_needed_by(draft: Draft, destination: Layout) -> tuple[Layout, ...]:
-    """Return the section of each source that `destination`, a section of the output, is computed from."""
-    computed = [
-        (name, one) for name in destination.tensors if name in draft.recipes for one in draft.recipes[name].operands
-    ]
-    apart = [one for name, one in computed if one.name != name or one.region is not unchanged_box]
-    return tuple(
-        restrict_to_needed(layout, destination, {one.name for one in apart if one.source == number})
-        for number, layout in enumerate(draft.sources)
-    )
 
 
 def check_tied_sources(plan: Plan) -> None:

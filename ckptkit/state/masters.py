@@ -30,34 +30,25 @@ def with_master_weights(checkpoint: Checkpoint, options: ConvertOptions) -> Chec
     part, weights = checkpoint.model_component, checkpoint.weights
     masters_found = find_masters(checkpoint.layout, weights.layout.specs)
     if not masters_found:
-        require_wide_weights(weights.layout)
+        floats = [spec for spec in weights.layout.specs.values() if spec.dtype.kind == "float"]
+        narrow = sum(spec.numel for spec in floats if spec.dtype.itemsize < _FLOAT32.itemsize)
+        if 2 * narrow > sum(spec.numel for spec in floats):  # most weights have 16 bits: they are not the masters
+            message = "no optimizer in the checkpoint lists master weights by parameter name"
+            how = "ckptkit convert SRC OUT --to dcp --optimizer-keys names"
+            hint = f"drop {_OPTION}, or name the parameters first: {how}"
+            raise Mismatch(message, path=weights.layout.path, hint=hint)
         return checkpoint
-    refuse_options_beside_masters(options)
-    tensors = {weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in masters_found.items()}
-    masters = replace(part.layout_in_checkpoint, tensors={**part.layout_in_checkpoint.tensors, **tensors}, twins={})
-    with_own = replace(part, masters=masters)
-    parts = (with_own if component is part else component for component in checkpoint.components)
-    return replace(checkpoint, components=tuple(parts))
-
-
-def require_wide_weights(layout: Layout) -> None:
-    """Raise `Mismatch` if most weights have 16 bits: then they are not the master weights."""
-    floats = [spec for spec in layout.specs.values() if spec.dtype.kind == "float"]
-    narrow = sum(spec.numel for spec in floats if spec.dtype.itemsize < _FLOAT32.itemsize)
-    if 2 * narrow > sum(spec.numel for spec in floats):
-        message = "no optimizer in the checkpoint lists master weights by parameter name"
-        hint = f"drop {_OPTION}, or name the parameters first: ckptkit convert SRC OUT --to dcp --optimizer-keys names"
-        raise Mismatch(message, path=layout.path, hint=hint)
-
-
-def refuse_options_beside_masters(options: ConvertOptions) -> None:
-    """Raise `Usage` for options that do not work with an optimizer's master weights."""
     if not options.writer.is_model_only:
         hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` instead"
         raise Usage(f"{_OPTION} needs an output that is a model without an optimizer", hint=hint)
     if options.weights or options.merge or options.quantize or options.salvage or options.from_base:
         hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` first, then convert OUT"
         raise Usage(f"{_OPTION} does not work with `average`, --merge, --quantize, --salvage or --from-base", hint=hint)
+    tensors = {weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in masters_found.items()}
+    masters = replace(part.layout_in_checkpoint, tensors={**part.layout_in_checkpoint.tensors, **tensors}, twins={})
+    with_own = replace(part, masters=masters)
+    parts = (with_own if component is part else component for component in checkpoint.components)
+    return replace(checkpoint, components=tuple(parts))
 
 
 def join_masters(model: Model, masters: Model) -> Model:

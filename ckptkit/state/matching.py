@@ -27,7 +27,6 @@ from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import forms_of_model
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB
-from ckptkit.models.names.family import Family
 from ckptkit.models.names.naming import AskedNames, name_training
 from ckptkit.models.names.parameters import NewName, rename_in_group_lists, rename_in_key_path
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights_or_none, has_weights
@@ -136,11 +135,15 @@ def with_hub_names_on_both(one: Checkpoint, two: Checkpoint, pair: Pair, named: 
         raise Usage(message, hint="drop --map, or correct the names under `own` in the table")
     if tables[0] is tables[1] and one.family is two.family and not may_have_different_names(one, two, config):
         return pair
-    ours, theirs = (
-        with_hub_names_if_possible(checkpoint, side, config, table)
-        for checkpoint, side, table in zip((one, two), pair, tables, strict=True)
-    )
-    return ours, theirs
+    named_sides = []
+    for checkpoint, side, table in zip((one, two), pair, tables, strict=True):
+        if not has_weights(side.layout):
+            named_sides.append(side)
+            continue
+        asked = collect_name_arguments(checkpoint, HUB, config, table)
+        layout, remarks = name_training_if_possible(side.layout, asked, side.path, must=table is not None)
+        named_sides.append(side.with_layout_and_remarks(layout, *remarks))
+    return named_sides[0], named_sides[1]
 
 
 def may_have_different_names(one: Checkpoint, two: Checkpoint, config: Mapping[str, Any] | None) -> bool:
@@ -152,17 +155,6 @@ def may_have_different_names(one: Checkpoint, two: Checkpoint, config: Mapping[s
         return not (ours <= theirs or theirs <= ours) and len(forms_of_model(config)) > 1
     except (Mismatch, Unsupported):  # no model, several models, or an unknown one
         return False
-
-
-def with_hub_names_if_possible(
-    checkpoint: Checkpoint, side: Side, config: Mapping[str, Any] | None, table: Family | None
-) -> Side:
-    """Return a side under the Hub's names; unchanged if that is impossible without a table."""
-    if not has_weights(side.layout):
-        return side
-    asked = collect_name_arguments(checkpoint, HUB, config, table)
-    layout, remarks = name_training_if_possible(side.layout, asked, side.path, must=table is not None)
-    return side.with_layout_and_remarks(layout, *remarks)
 
 
 def name_training_if_possible(

@@ -95,11 +95,16 @@ def average_siblings(model: Model, options: ConvertOptions) -> Model:
     kept = {name: spec for name, spec in specs.items() if find_wanted_dtype(rules, name, made_of[name]) is None}
     remarks = describe_dtype_changes(model.layout.root, kept, model.siblings)
     others = (edits.select_entries(other, specs.__contains__) for other in model.siblings)
+    terms = []  # for the manifest, which publishes the names of the sources but not their paths
+    for layout, weight in zip((model.layout, *model.siblings), options.weights, strict=True):
+        root = layout.root  # the model may be a component of the directory with the step
+        name = root.parent.name if find_step_of_path(root.parent) is not None else root.absolute().name
+        terms.append(f"{weight:.6g} x {name}")
     return replace(
         model.with_remarks(*remarks),
         others=tuple(edits.cast_to_specs(other, specs) for other in others),
         recipes=dict.fromkeys(model.layout.tensors, partial(Mean, weights=options.weights)),
-        made_of=sources_for_manifest((model.layout, *model.siblings), options.weights),
+        made_of=source_record_of(model.layout) | {"mean": " + ".join(terms)},
     )
 
 
@@ -113,13 +118,3 @@ def describe_dtype_changes(first: Path, specs: Mapping[str, Spec], others: Seque
             have = "has" if len(names) == 1 else "have"
             example = f"`{names[0]}` is {dtype}, in {other.root} {its}"
             yield f"{count(len(names), 'tensor')} {have} the dtype of {first}: {example} (--dtype chooses another)"
-
-
-def sources_for_manifest(layouts: Sequence[Layout], weights: Sequence[float]) -> dict[str, str]:
-    """Return the manifest's description of the sources. It publishes the names of the others, but not their paths."""
-    terms = []
-    for layout, weight in zip(layouts, weights, strict=True):
-        root = layout.root  # the model may be a component of the directory with the step
-        name = root.parent.name if find_step_of_path(root.parent) is not None else root.absolute().name
-        terms.append(f"{weight:.6g} x {name}")
-    return source_record_of(layouts[0]) | {"mean": " + ".join(terms)}

@@ -154,7 +154,10 @@ def nest_optimizers(
     for optimizer in find_flattened_optimizers(layout):
         names = list(optimizer.settings)
         is_any = not is_numbered and len(optimizer.group_parameters(layout, names)) == 1
-        if is_any or is_in_torch_order(checkpoint, layout):
+        # one process saved the entries in torch's order, and no tool has written them again; torch concatenates the
+        # entries of all ranks (`create_default_global_save_plan` in torch/distributed/checkpoint/default_planner.py)
+        is_of_one_rank = layout.format == "dcp" and layout.world_size in (None, 1)
+        if is_any or (is_of_one_rank and not any(part.has_manifest for part in checkpoint.components)):
             layout = with_nested_optimizer(layout, optimizer, names)
             continue
         if order is None:
@@ -169,16 +172,6 @@ def nest_optimizers(
         )
         remarks.append(f"`{optimizer.name}` got groups, each in the order that {ORDER} {order.text} says: assumed")
     return layout, remarks
-
-
-def is_in_torch_order(checkpoint: Checkpoint, layout: Layout) -> bool:
-    """Return whether the entries are in torch's order: one process saved them, and no tool has written them again.
-
-    Source: `create_default_global_save_plan` in torch/distributed/checkpoint/default_planner.py, which concatenates the
-    entries of all ranks.
-    """
-    is_rewritten = any(part.has_manifest for part in checkpoint.components)
-    return layout.format == "dcp" and layout.world_size in (None, 1) and not is_rewritten
 
 
 def choose_optimizer_keys(

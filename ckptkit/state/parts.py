@@ -73,11 +73,10 @@ class Piece:
         """Return which entries are written if `chosen` become `sources`. Bytes identify renamed entries."""
         layout = edits.select_entries(self.layout, lambda name: name not in self.restored)
         lost = [name for name in chosen.tensors if chosen.tensors[name].is_lost] if options.salvage else []
-        dropped = (
-            reasons_to_drop_rank_state(layout)
-            | options.edits.reasons_to_drop(layout.names)
-            | dict.fromkeys(lost, DAMAGED)
-        )
+        keys = {name: layout.key(name) for name in layout.names}
+        of_ranks = {key[0] for key in keys.values() if find_owner_rank_of_key(key) is not None}
+        dropped = {name: OF_RANKS for name, key in keys.items() if key[0] in of_ranks}
+        dropped |= options.edits.reasons_to_drop(layout.names) | dict.fromkeys(lost, DAMAGED)
         written = frozenset(chosen.names).difference(lost)
         if options.changes_names:
             unused = (written - chosen.blobs.keys()) - names_with_bytes_in(chosen, chosen.tensors, sources)
@@ -141,7 +140,12 @@ def draft_components(checkpoint: Checkpoint, output: Path, options: ConvertOptio
 
 def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[Piece], Completed]:
     """Return the pieces of a checkpoint, with the parameter groups and states of the output's optimizers."""
-    pieces = [Piece.of(parts) for parts in choose_components(checkpoint, options)]
+    sharded = [part for part in checkpoint.components if get_format(part.layout.format).is_sharded]
+    parts = sharded if options.only_sharded and sharded else list(checkpoint.components)
+    main, *others = [part for part in parts if part.under is None]
+    # files beside a model that has the requested format already stay files, because its trainer looks for them
+    beside = [part for part in parts if part.under is not None and main.layout.format != options.to]
+    pieces = [Piece.of([main, *beside]), *(Piece.of([part]) for part in others)]
     layouts = [piece.layout for piece in pieces]
     if options.to != "dcp" or options.rename or options.changes_names or options.wanted_keys:
         # otherwise the groups are copied unchanged, in the form of the torch that saved them
@@ -166,20 +170,6 @@ def remarks_on_unrenamed_files(
             if renamed is not part.layout:
                 copied = f"copied `{part.place}` unchanged, with the old names in its optimizer"
                 yield f"{copied} (`convert --to dcp` renames them)"
-
-
-def choose_components(checkpoint: Checkpoint, options: ConvertOptions) -> list[list[Component]]:
-    """Return the components to write, grouped by output component.
-
-    Files beside a model that has the requested format already stay files, because its trainer looks for them.
-    """
-    sharded = [part for part in checkpoint.components if get_format(part.layout.format).is_sharded]
-    parts = sharded if options.only_sharded and sharded else list(checkpoint.components)
-    beside = [part for part in parts if part.under is not None]
-    main = [part for part in parts if part.under is None]
-    if main[0].layout.format == options.to:
-        beside = []
-    return [[main[0], *beside], *([part] for part in main[1:])]
 
 
 def choose_entries(piece: Piece, options: ConvertOptions, world_size: int) -> tuple[Layout, list[str]]:
@@ -215,7 +205,14 @@ def draft_piece(
     renamed = {old: new for old, new in zip(chosen.names, layout.names, strict=True) if old != new}
     is_named = bool(weights) and options.changes_names
     if is_named:
-        layout, remarks = name_piece_tensors(piece, layout, options.wanted_names, options)
+        part, rows = piece.parts[0], options.vocab_size
+        companions = find_companions(part.path, options.base)
+        require_format_with_files(companions, options)
+        notes = [] if rows is None else notes_on_tokens(companions, rows)
+        ask_base = base_names_function(options.base)
+        asked = collect_name_arguments(part, options.wanted_names, companions.config, options.table, rows, ask_base)
+        layout, remarks = name_training(layout, asked)
+        remarks += notes
     refuse_untranslated_copies(chosen, layout, weights)
     if len(piece.parts) > 1:
         layout = edits.nest_below_key(layout, ())
@@ -246,19 +243,6 @@ def refuse_untranslated_copies(layout: Layout, changed: Layout, weights: frozens
         above = f"{escape(first.partition('.')[0])}.*"
         hint = f"drop it with --exclude '{above}', or convert it alone with --include '{above}'"
         raise Unsupported(message, path=layout.path, tensor=first, hint=hint)
-
-
-def name_piece_tensors(piece: Piece, layout: Layout, names: str, options: ConvertOptions) -> tuple[Layout, list[str]]:
-    """Return a piece with the requested names and rows, and notes."""
-    path = piece.parts[0].path
-    companions, rows = find_companions(path, options.base), options.vocab_size
-    require_format_with_files(companions, options)
-    notes = [] if rows is None else notes_on_tokens(companions, rows)
-    asked = collect_name_arguments(
-        piece.parts[0], names, companions.config, options.table, rows, base_names_function(options.base)
-    )
-    layout, remarks = name_training(layout, asked)
-    return layout, [*remarks, *notes]
 
 
 def with_other_files(
@@ -328,12 +312,6 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
             differ = count(len(members), "entry", "differs")
             notes.append(f"{differ} between ranks: each rank has its own under `{OWN}.rank_N`")
     return edits.select_entries(layout, lambda name: name not in dropped), notes
-
-
-def reasons_to_drop_rank_state(layout: Layout) -> dict[str, str]:
-    """Return the entries under keys with per-rank state, each with the reason why a job of another size drops it."""
-    groups = {layout.key(name)[0] for name in layout.names if find_owner_rank_of_key(layout.key(name)) is not None}
-    return {name: OF_RANKS for name in layout.names if layout.key(name)[0] in groups}
 
 
 def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:

@@ -72,8 +72,12 @@ def write_output(conversion: Conversion) -> Written:
     Continues the work of an interrupted call with the same arguments.
     """
     write_share, finish = writers_for(conversion)
-    part = conversion.options.part
-    share = parse_share(part)
+    part, share = conversion.options.part, WHOLE
+    if part == RANK:
+        share = Share(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    elif part is not None:
+        number, count = parse_part(part)
+        share = Share(number - 1, count)
     if share.number == 0:  # once is enough for all processes that share the work
         for one in conversion.entries:
             require_archives_of_one_save(one.read)
@@ -98,16 +102,6 @@ def writers_for(
 
         return write_share_to_store, finish_shares_in_store
     return write_share_on_disk, finish_shares_on_disk
-
-
-def parse_share(part: str | None) -> Share:
-    """Return this process's share of the work."""
-    if part is None:
-        return WHOLE
-    if part == RANK:
-        return Share(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    number, count = parse_part(part)
-    return Share(number - 1, count)
 
 
 def wait_for_ranks() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -24,7 +24,7 @@ from ckptkit.models.companions import (
     is_transformers_config,
     with_weights_dtype,
 )
-from ckptkit.models.expected import AskBase, Form, closest_form_or_error, find_expected_llama, forms_of_model
+from ckptkit.models.expected import AskBase, Form, closest_form_or_error, find_expected_by_table, forms_of_model
 from ckptkit.models.fit import fit_to_config
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB, KEEP, find_family_of
@@ -103,9 +103,10 @@ def is_plain_llama(model: Model) -> bool:
 
     Then they need no translation. In other model types the same names may have other contents.
     """
-    llama = None if model.companions.config is None else find_expected_llama(model.companions.config)
-    shapes = model.layout.shapes
-    if llama is None or not shapes.keys() <= llama.shapes.keys():
+    llama, shapes = None, model.layout.shapes
+    with suppress(Unsupported):  # config.json lacks a size
+        llama = None if model.companions.config is None else find_expected_by_table(model.config)
+    if llama is None or not llama.is_llama or not shapes.keys() <= llama.shapes.keys():
         return False
     return all(shapes.get(name) == shape for name, shape in llama.parameters.items())
 
@@ -213,7 +214,12 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     remarks += warn_of_other_base(model, options)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
     model = model.with_dropped(dropped).with_merged(tied)
-    tokens = () if options.vocab_size is not None else warn_of_tokens_without_row(model.companions, layout)
+    tokens: list[Caution] = []
+    if options.vocab_size is None and model.companions.files.keys() - {CONFIG}:
+        embedding = find_embedding(layout.tensors)
+        shape = layout.tensors[embedding].spec.shape if embedding else ()
+        rows = shape[0] if shape else find_vocabulary_size(model.config)
+        tokens = [] if rows is None else warn_of_tokens(model.companions, rows)
     return replace(model.with_layout(layout), expected=expected, siblings=siblings).with_remarks(*remarks, *tokens)
 
 
@@ -230,14 +236,6 @@ def warn_of_other_base(model: Model, options: ConvertOptions) -> list[Caution]:
     differences = find_config_differences(own, model.config)
     words = "the output has the config.json of --base, but the one beside the checkpoint differs"
     return [Caution(f"{words}: {describe_differences(differences, str(options.base))}")] if differences else []
-
-
-def warn_of_tokens_without_row(companions: Companions, layout: Layout) -> Sequence[Caution]:
-    """Return a warning if the tokenizer beside a model has more tokens than the embedding has rows."""
-    embedding = find_embedding(layout.tensors)
-    shape = layout.tensors[embedding].spec.shape if embedding else ()
-    rows = shape[0] if shape else find_vocabulary_size(companions.config or {})
-    return () if rows is None or companions.files.keys() <= {CONFIG} else warn_of_tokens(companions, rows)
 
 
 def find_form_or_error(model: Model) -> Form | Unsupported | None:

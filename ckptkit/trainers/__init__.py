@@ -203,8 +203,11 @@ def who_wrote(evidence: Evidence) -> str | None:
 
     Trainers of other packages are tried first, because torch's marks are on almost every checkpoint.
     """
-    trainers = (*TRAINERS.added.values(), *TRAINERS.own.values())
-    return next((title for trainer in trainers if (title := trainer.find_title(evidence))), None)
+    for trainer in (*TRAINERS.added.values(), *TRAINERS.own.values()):
+        marked = (mark.title for mark in trainer.marks if mark.is_in_evidence(evidence))
+        if title := trainer.wrote(evidence) or next(marked, None):
+            return title
+    return None
 
 
 def matches_in_table(table: str, name: str) -> Iterator[re.Match[str]]:

@@ -72,7 +72,11 @@ def trackers_in(root: Path) -> list[Tracker]:
 
     A tracker of a known trainer that names nothing is among them; any other file must name a checkpoint.
     """
-    visible = [path for path in list_children(root) if not path.name.startswith(".") or is_hidden_tracker(path)]
+    visible = []
+    for path in list_children(root):
+        says_which = any(pattern.fullmatch(path.name) for pattern in (_LATEST, _OF_BEST))
+        if not path.name.startswith(".") or (says_which and not path.is_symlink()):  # a hidden file such as `.best`
+            visible.append(path)
     named = {name_without_suffixes(path.name): path.name for path in visible if is_like_checkpoint(path)}
     trackers_found: list[Tracker] = []
     for path in visible:
@@ -87,11 +91,6 @@ def trackers_in(root: Path) -> list[Tracker]:
             found = [Tracker(path.name, target, is_latest)]
         trackers_found += found
     return trackers_found
-
-
-def is_hidden_tracker(path: Path) -> bool:
-    """Return whether the name of a hidden file says that it names the latest or the best checkpoint: `.best`."""
-    return any(pattern.fullmatch(path.name) for pattern in (_LATEST, _OF_BEST)) and not path.is_symlink()
 
 
 def checkpoints_mentioned_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:

@@ -188,7 +188,3 @@ class TrainerFacts:
     own_keys: tuple[tuple[str, ...], ...] = ()
     # Tensors that can only be copied unchanged: patterns of their names, and the reason.
     opaque: Mapping[str, str] = field(default_factory=dict)
-
-    def find_title(self, evidence: Evidence) -> str | None:
-        """Return the name to show if this trainer wrote a checkpoint, None if no mark proves it."""
-        return self.wrote(evidence) or next((mark.title for mark in self.marks if mark.is_in_evidence(evidence)), None)

@@ -72,7 +72,14 @@ def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationCo
     if section is None:
         return QuantizationConfig()
     if "quant_method" not in section and "bits" in section:
-        return parse_mlx_config(section)
+        by_module = {
+            name: parse_affine_encoding({**section, **value})
+            for name, value in section.items()
+            if isinstance(value, dict)
+        }
+        modes = {str(value.get("mode", "affine")) for value in (section, *section.values()) if isinstance(value, dict)}
+        mode = min(modes - {"affine"}, default="affine")
+        return QuantizationConfig(OF_MLX, kind=mode, integers=(parse_affine_encoding(section),), modules=by_module)
     method, kind = str(section.get("quant_method", _COMPRESSED)), section.get("format")
     if method.startswith(_MODELOPT):
         method, kind = _MODELOPT, section.get("quant_algo")
@@ -92,16 +99,6 @@ def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             if isinstance(entry, dict) and is_about_quantization(key, entry):
                 return entry
     return None
-
-
-def parse_mlx_config(section: Mapping[str, Any]) -> QuantizationConfig:
-    """Return the quantization in an MLX config: the default, and modules with their own values."""
-    by_module = {
-        name: parse_affine_encoding({**section, **value}) for name, value in section.items() if isinstance(value, dict)
-    }
-    modes = {str(value.get("mode", "affine")) for value in (section, *section.values()) if isinstance(value, dict)}
-    kind = next(iter(sorted(modes - {"affine"})), "affine")
-    return QuantizationConfig(OF_MLX, kind=kind, integers=(parse_affine_encoding(section),), modules=by_module)
 
 
 def parse_affine_encoding(value: Mapping[str, Any]) -> Integers:

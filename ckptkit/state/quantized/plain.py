@@ -43,7 +43,14 @@ def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
         hint = "dequantize each first: ckptkit consolidate SRC OUT --dtype bf16"
         raise Unsupported(message, path=model.part.path, hint=hint)
     if options.quantize:
-        require_quantizable(model, quantized)
+        if quantized is not None:
+            message = f"the weights are quantized already ({quantized.method})"
+            ours = "dequantize them first: ckptkit consolidate SRC OUT --dtype bf16"
+            hint = "dequantize them with the library that quantized them" if quantized.refusal else ours
+            raise Unsupported(message, path=model.part.path, hint=hint)
+        if model.companions.config is None:
+            hint = "pass --base MODEL, the model that the training began with"
+            raise Usage("no config.json found, which tells loaders how the weights are quantized", hint=hint)
         model = model.with_config(without_quantization(model.config))
     chosen = weights_to_dequantize(quantized, model.weights, asked)
     if quantized is None or not chosen:
@@ -62,18 +69,6 @@ def dequantize_if_asked(model: Model, options: ConvertOptions) -> Model:
 def find_quantized_in(component: Component, base: Mapping[str, Any] | None = None) -> Quantized | None:
     """Return a component's quantized weights; None without any. The `base` config counts if none is beside them."""
     return find_quantized(component.layout, find_model_config(component.path) or base)
-
-
-def require_quantizable(model: Model, quantized: Quantized | None) -> None:
-    """Raise `Unsupported` if the weights are quantized already, `Usage` if there is no config.json."""
-    if quantized is not None:
-        message = f"the weights are quantized already ({quantized.method})"
-        ours = "dequantize them first: ckptkit consolidate SRC OUT --dtype bf16"
-        hint = "dequantize them with the library that quantized them" if quantized.refusal else ours
-        raise Unsupported(message, path=model.part.path, hint=hint)
-    if model.companions.config is None:
-        hint = "pass --base MODEL, the model that the training began with"
-        raise Usage("no config.json found, which tells loaders how the weights are quantized", hint=hint)
 
 
 def without_false_quantization(model: Model) -> Model:
@@ -133,36 +128,26 @@ def dequantize_chosen(
     """Return a model with a recipe for each chosen weight. Its numbers and scales become a further source."""
     number = len(model.others) + 1
     source = edits.select_entries(quantized.layout, quantized.members.__contains__)
-    weights = plan_dequantized_weights(model.weights, quantized, chosen, dtype)
-    dequantized = {new: old for new, old in weights.came_from.items() if old in chosen}
+    tensors: dict[str, StoredTensor] = {}
+    came_from: dict[str, str] = {}
+    for new, old in model.weights.came_from.items():
+        if old in chosen:  # without bytes until the recipe computes them
+            plain = dequantized_name(new)
+            tensors[plain], came_from[plain] = StoredTensor(Spec(dtype, quantized.weights[old].shape), ()), old
+        elif old not in quantized.members:
+            tensors[new], came_from[new] = model.layout.tensors[new], old
+    weights = replace(model.weights, layout=replace(model.layout, tensors=tensors, keys={}), came_from=came_from)
+    dequantized = {new: old for new, old in came_from.items() if old in chosen}
     recipes = {
         new: recipe_for_any_tensor(dequantizing_recipe_of(quantized, old, number)) for new, old in dequantized.items()
     }
     stored_as = {new: f"{quantized.layout.tensors[old].spec.dtype} times scales" for new, old in dequantized.items()}
     note = f"dequantized {count(len(chosen), 'weight')} ({quantized.method})"
-    if (plain := without_quantization(model.config)) != model.config:
-        model = model.with_config(plain)
+    if (config := without_quantization(model.config)) != model.config:
+        model = model.with_config(config)
         note += "; removed the quantization from config.json"
     others = (*model.others, replace(source, blobs={}, twins={}))
     return replace(model, weights=weights, others=others, recipes=recipes, stored_as=stored_as).with_remarks(note)
-
-
-def plan_dequantized_weights(weights: Weights, quantized: Quantized, chosen: frozenset[str], dtype: DType) -> Weights:
-    """Return the weights of a checkpoint with plain ones for the chosen weights; these have no bytes yet."""
-    names = {new: dequantized_name(new) if old in chosen else new for new, old in weights.came_from.items()}
-    kept = [new for new, old in weights.came_from.items() if old in chosen or old not in quantized.members]
-
-    def plain(new: str) -> StoredTensor:
-        old = weights.came_from[new]
-        if old not in chosen:
-            return weights.layout.tensors[new]
-        return StoredTensor(Spec(dtype, quantized.weights[old].shape), ())
-
-    return replace(
-        weights,
-        layout=replace(weights.layout, tensors={names[new]: plain(new) for new in kept}, keys={}),
-        came_from={names[new]: weights.came_from[new] for new in kept},
-    )
 
 
 def require_scales_with_weights(quantized: Quantized | None, model: Model, asked: Edits) -> None:

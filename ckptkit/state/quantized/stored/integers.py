@@ -48,16 +48,12 @@ class Fit:
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:
     """Yield the weights that are integers with scales. Raises `Mismatch` for a wrong shape, or `Unsupported`."""
     for name, spec in specs.items():
-        stem = find_plain_name(name, spec)
-        if stem is not None and (scale := f"{stem}{_SCALE}") in specs and specs[scale].dtype.kind == "float":
+        is_packed = name.endswith(PACKED) and spec.dtype.name == "int32"
+        if not is_packed and not (spec.dtype.name == "int8" and len(spec.shape) > 1):
+            continue
+        stem = name.removesuffix("_packed") if is_packed else name
+        if (scale := f"{stem}{_SCALE}") in specs and specs[scale].dtype.kind == "float":
             yield name, packed_from_integers(specs, name, stem, stated)
-
-
-def find_plain_name(name: str, spec: Spec) -> str | None:
-    """Return the name of the plain weight that integers may encode; None for other tensors."""
-    if name.endswith(PACKED) and spec.dtype.name == "int32":
-        return name.removesuffix("_packed")
-    return name if spec.dtype.name == "int8" and len(spec.shape) > 1 else None
 
 
 def packed_from_integers(specs: Specs, name: str, stem: str, stated: QuantizationConfig) -> Packed:
@@ -149,12 +145,8 @@ def recipe(fit: Fit, operands: Sequence[Operand]) -> Recipe:
     elif fit.group < fit.shape[-1]:
         parts.append(blocks.Extremes(fit.way.bits))
     parts.append(blocks.Factors(with_read_dtype(scales), fit.of_scales.shape, 1 << fit.way.bits))
-    codes = blocks.Codes(fit.way.bits, integer_by_bits(fit))
-    return blocks.GroupedRecipe(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
-
-
-def integer_by_bits(fit: Fit) -> tuple[float, ...]:
-    """Return the integer that each bit pattern encodes; half of them are negative."""
     half = 1 << (fit.way.bits - 1)
     signed = range(-half, half)
-    return tuple(map(float, signed if fit.is_packed else (*signed[half:], *signed[:half])))
+    integers = signed if fit.is_packed else (*signed[half:], *signed[:half])  # by bit pattern
+    codes = blocks.Codes(fit.way.bits, tuple(map(float, integers)))
+    return blocks.GroupedRecipe(numbers, codes, parts, fit.shape, fit.group, fit.of_scales.dtype)
