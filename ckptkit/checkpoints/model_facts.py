@@ -20,7 +20,7 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import is_existing_path
 from ckptkit.models.adapter_facts import (
     ADAPTER_CONFIG,
-    base_names_of,
+    BASE,
     find_adapter_config_values,
     find_adapter_differences,
 )
@@ -136,7 +136,7 @@ class ModelFacts:
         """Return the differences that let two models compute different results from equal tensors."""
         if self.adapter is not None and other.adapter is not None:
             different = tuple(find_adapter_differences(self.adapter, other.adapter))
-            base, other_base = base_names_of(self.adapter, other.adapter)
+            base, other_base = (str(adapter.get(BASE) or "") for adapter in (self.adapter, other.adapter))
             note = f"the adapters name different bases: `{base}`, in {other.path} `{other_base}`"
             return ComparedFacts(different, (note,) if base != other_base else (), ADAPTER_CONFIG)
         modules = differing_keys(*flatten_both_configs(self.modules_after_transformer, other.modules_after_transformer))

@@ -13,13 +13,13 @@ from ckptkit.models.computation import ConfigDifference
 
 ADAPTER_CONFIG = "adapter_config.json"
 _LIMIT = 1 << 24  # bytes: the file may be hostile, so its size is bounded
-_BASE = "base_model_name_or_path"
+BASE = "base_model_name_or_path"
 _INIT = "init_lora_weights"
 _BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initializations that modify the base's weights
 # keys without effect on what an adapter computes, or whose effect is visible in its tensors
 _NOT_COMPUTED = frozenset(
     (
-        *("auto_mapping", _BASE, "revision", "peft_version", "inference_mode", "task_type"),
+        *("auto_mapping", BASE, "revision", "peft_version", "inference_mode", "task_type"),
         *("lora_dropout", _INIT, "loftq_config", "eva_config", "corda_config", "runtime_config"),
         *("target_modules", "target_parameters", "exclude_modules", "modules_to_save", "layers_to_transform"),
         *("layers_pattern", "trainable_token_indices", "megatron_config", "megatron_core"),
@@ -49,8 +49,3 @@ def find_adapter_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> 
 def is_base_changed(adapter: Mapping[str, Any]) -> bool:
     """Return whether PEFT modifies the base's weights before it adds the adapter to them."""
     return str(adapter.get(_INIT)).lower().startswith(_BASE_CHANGED)
-
-
-def base_names_of(*adapters: Mapping[str, Any]) -> list[str]:
-    """Return the names of the base models; "" for an adapter that does not name its base."""
-    return [str(adapter.get(_BASE) or "") for adapter in adapters]

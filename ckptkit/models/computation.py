@@ -7,7 +7,7 @@ default, if transformers knows the model type. transformers is imported only if 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptkit.errors import and_more
@@ -247,8 +247,13 @@ def computation_entries_in(
     rope = rope_parameters_of(config)
     kind = rope.get("rope_type")
     readers = (*readers, str(config.get("model_type")))
-    entries: Iterable[tuple[str, Any]] = ({**config, **default_widths(config), **rope}).items()
-    for key, value in entries:
+    entries = dict(config)
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and heads:  # the config may leave these two to their defaults
+        width = find_default_head_width(str(config.get("model_type"))) or hidden // heads
+        defaults = {"head_dim": width, "num_key_value_heads": heads}
+        entries |= {key: value for key, value in defaults.items() if config.get(key) is None}
+    for key, value in (entries | rope).items():
         if key in _ROPE or has_no_effect(str(key), readers) or (key == _ORIGINAL and kind not in _BY_ORIGINAL):
             continue
         if isinstance(value, Mapping):
@@ -270,15 +275,6 @@ def has_no_effect(key: str, readers: Collection[str]) -> bool:
     if read_by is not None and any(map(read_by.fullmatch, readers)):
         return False
     return _HARMLESS.fullmatch(key) is not None
-
-
-def default_widths(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the head width and the number of key heads, if the config leaves them to their defaults."""
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    if not (isinstance(hidden, int) and isinstance(heads, int) and heads):
-        return {}
-    width = find_default_head_width(str(config.get("model_type"))) or hidden // heads
-    return {key: one for key, one in (("head_dim", width), ("num_key_value_heads", heads)) if config.get(key) is None}
 
 
 def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:

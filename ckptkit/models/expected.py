@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
-from ckptkit.models.known_types import EMBEDDING, HEAD, Table, find_table
+from ckptkit.models.known_types import EMBEDDING, HEAD, ROUTER, Table, find_table
 from ckptkit.models.transformers_model import MetaModel, find_meta_model, linear_modules
 from ckptkit.models.transformers_table import to_disk, transforms_of
 
@@ -112,7 +112,9 @@ class ExpectedByTable(Expected):
         return (memory, disk, memory) if self.is_fused else (disk, memory)
 
     def linear_layers(self, form: Form) -> LinearLayers:
-        names = (name for name, shape in form.shapes.items() if self.table.is_linear(name, shape))
+        mixture = self.table.mixture
+        others = (EMBEDDING, mixture.router, ROUTER) if mixture else (EMBEDDING,)  # a router's name on disk, in memory
+        names = (name for name, shape in form.shapes.items() if len(shape) > 1 and not name.endswith(others))
         return LinearLayers(tuple(names), frozenset([HEAD]))
 
     @property

@@ -76,7 +76,7 @@ class Variation:
     mixture: Mixture | None = None
 
 
-_GATE_UP, _DOWN, _ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
+_GATE_UP, _DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
 _BOTH, _ATTENTION = ("attention_bias", "mlp_bias"), ("attention_bias",)
 _TYPES = {
     "llama": Variation(options=_BOTH),
@@ -101,9 +101,9 @@ _TYPES = {
     ),
     "mixtral": Variation(
         mixture=Mixture(
-            memory={_ROUTER: "eh", _GATE_UP: "enh", _DOWN: "ehm"},
+            memory={ROUTER: "eh", _GATE_UP: "enh", _DOWN: "ehm"},
             disk={
-                "block_sparse_moe.gate.weight": ("eh", _ROUTER),
+                "block_sparse_moe.gate.weight": ("eh", ROUTER),
                 "block_sparse_moe.experts.{}.w1.weight": ("mh", _GATE_UP),
                 "block_sparse_moe.experts.{}.w2.weight": ("hm", _DOWN),
                 "block_sparse_moe.experts.{}.w3.weight": ("mh", _GATE_UP),
@@ -117,14 +117,14 @@ _TYPES = {
         _HEAD_NORMS,
         options=_ATTENTION,
         mixture=Mixture(
-            memory={_GATE_UP: "enh", _DOWN: "ehm", _ROUTER: "eh"},
+            memory={_GATE_UP: "enh", _DOWN: "ehm", ROUTER: "eh"},
             disk={
                 "mlp.experts.{}.gate_proj.weight": ("mh", _GATE_UP),
                 "mlp.experts.{}.up_proj.weight": ("mh", _GATE_UP),
                 "mlp.experts.{}.down_proj.weight": ("hm", _DOWN),
-                _ROUTER: ("eh", _ROUTER),
+                ROUTER: ("eh", ROUTER),
             },
-            router=_ROUTER,
+            router=ROUTER,
             width="moe_intermediate_size",
             may_be_dense=True,
         ),
@@ -174,12 +174,6 @@ class Table:
 
     def shape_of_letters(self, letters: str) -> Shape:
         return tuple(self.sizes[letter] for letter in letters)
-
-    def is_linear(self, name: str, shape: Shape) -> bool:
-        """Return whether a tensor, on disk or in memory, is the matrix of a linear layer or of experts."""
-        if self.mixture is not None and name.endswith((self.mixture.router, _ROUTER)):
-            return False
-        return len(shape) > 1 and name != EMBEDDING
 
 
 def find_table(config: Mapping[str, Any]) -> Table | None:

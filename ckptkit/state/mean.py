@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import source_record_of
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.errors import Caution, Mismatch, and_more
-from ckptkit.layout import Layout, Spec, edits
+from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import find_companions
 from ckptkit.models.computation import describe_differences
 from ckptkit.models.fit import restore_tied
@@ -93,7 +93,15 @@ def average_siblings(model: Model, options: ConvertOptions) -> Model:
     rules = options.edits.dtype_rules(model.weights.origins_of(made_of))
     specs = model.layout.specs
     kept = {name: spec for name, spec in specs.items() if find_wanted_dtype(rules, name, made_of[name]) is None}
-    remarks = describe_dtype_changes(model.layout.root, kept, model.siblings)
+    remarks = []
+    for other in model.siblings:
+        other_specs = other.specs
+        names = [name for name, spec in kept.items() if other_specs[name].dtype != spec.dtype]
+        if names:
+            have = "has" if len(names) == 1 else "have"
+            example = f"`{names[0]}` is {kept[names[0]].dtype}, in {other.root} {other_specs[names[0]].dtype}"
+            which = f"{count(len(names), 'tensor')} {have} the dtype of {model.layout.root}"
+            remarks.append(f"{which}: {example} (--dtype chooses another)")
     others = (edits.select_entries(other, specs.__contains__) for other in model.siblings)
     terms = []  # for the manifest, which publishes the names of the sources but not their paths
     for layout, weight in zip((model.layout, *model.siblings), options.weights, strict=True):
@@ -106,15 +114,3 @@ def average_siblings(model: Model, options: ConvertOptions) -> Model:
         recipes=dict.fromkeys(model.layout.tensors, partial(Mean, weights=options.weights)),
         made_of=source_record_of(model.layout) | {"mean": " + ".join(terms)},
     )
-
-
-def describe_dtype_changes(first: Path, specs: Mapping[str, Spec], others: Sequence[Layout]) -> Iterator[str]:
-    """Yield, for each source with other dtypes than the first, how many tensors get the first source's dtype."""
-    for other in others:
-        other_specs = other.specs
-        names = [name for name, spec in specs.items() if other_specs[name].dtype != spec.dtype]
-        if names:
-            dtype, its = specs[names[0]].dtype, other_specs[names[0]].dtype
-            have = "has" if len(names) == 1 else "have"
-            example = f"`{names[0]}` is {dtype}, in {other.root} {its}"
-            yield f"{count(len(names), 'tensor')} {have} the dtype of {first}: {example} (--dtype chooses another)"

@@ -190,10 +190,15 @@ def choose_optimizer_keys(
     is_done = options.optimizer_keys == NAMES and any(find_parameter_key_kind(layout) == NAMES for layout in layouts)
     if wanted is not None and not any(by_layout) and (options.order or not is_done):
         raise missing_groups_error(checkpoint, layouts, "--optimizer-keys" if options.optimizer_keys else ORDER)
-    return [
-        [rekeying for optimizer in optimizers if (rekeying := plan_rekeying(checkpoint, layout, optimizer, options))]
-        for layout, optimizers in zip(layouts, by_layout, strict=True)
-    ]
+    chosen: list[list[Rekeying]] = [[] for _ in layouts]
+    for layout, optimizers, rekeyings in zip(layouts, by_layout, chosen, strict=True):
+        for optimizer in optimizers:
+            if options.optimizer_keys == IDS and not optimizer.has_parameter_indices:
+                rekeyings.append(Rekeying(optimizer, indices_by_name(layout, optimizer)))
+            elif options.optimizer_keys != IDS and not optimizer.has_parameter_names:
+                must = wanted == NAMES
+                rekeyings.append(rekeying_by_name(checkpoint, layout, optimizer, options.order, is_required=must))
+    return chosen
 
 
 def missing_groups_error(checkpoint: Checkpoint, layouts: Sequence[Layout], option: str) -> Unsupported:
@@ -203,18 +208,6 @@ def missing_groups_error(checkpoint: Checkpoint, layouts: Sequence[Layout], opti
     if kind is not None:
         message = f"the optimizer's states have the {kind} of their parameters, but no group lists the parameters"
     return Unsupported(message, path=checkpoint.path, hint=f"drop {option}")
-
-
-def plan_rekeying(
-    checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, options: ConvertOptions
-) -> Rekeying | None:
-    """Return the new keys of an optimizer; None if it already has the requested ones."""
-    if options.optimizer_keys == IDS:
-        return None if optimizer.has_parameter_indices else Rekeying(optimizer, indices_by_name(layout, optimizer))
-    if optimizer.has_parameter_names:
-        return None
-    must = options.wanted_keys == NAMES
-    return rekeying_by_name(checkpoint, layout, optimizer, options.order, is_required=must)
 
 
 def rekeying_by_name(

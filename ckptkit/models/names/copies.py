@@ -67,9 +67,9 @@ def find_average_under(module: str, alike: Iterable[str], shapes: Mapping[str, S
         below = {name: name.removeprefix(prefix) for name in shapes if name.startswith(prefix)}
         # tensors of one element may count updates
         below = {name: rest for name, rest in below.items() if prod(shapes[name]) != 1}
-        known = {without_dots(name): name for name in shapes if not name.startswith(prefix)}
+        known = {name.replace(".", ""): name for name in shapes if not name.startswith(prefix)}
         for above in ("", *(f"{one}." for one in (named_after, *alike))):
-            pairs = {name: known.get(without_dots(above + rest)) for name, rest in below.items()}
+            pairs = {name: known.get((above + rest).replace(".", "")) for name, rest in below.items()}
             copied = [(name, of) for name, of in pairs.items() if of is not None and shapes[of] == shapes[name]]
             if copied and len(copied) == len(pairs):  # the model has all tensors of the copy
                 return SecondModel(*copied[0], prefix)
@@ -83,7 +83,7 @@ def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Sh
     with the shapes of weights, in which some averages store them. Optimizer state and fp32 master weights, which are
     stored by parameter too, are no copies. Ignores tensors of one element: they may be counters or settings.
     """
-    known = {without_dots(name): shape for name, shape in shapes.items() if prod(shape) != 1}
+    known = {name.replace(".", ""): shape for name, shape in shapes.items() if prod(shape) != 1}
     copies: set[str] = set()
     lists: dict[KeyPath, list[str]] = {}
     for name in names:
@@ -127,7 +127,3 @@ def is_optimizer_state_path(above: Sequence[str]) -> bool:
 def key_components(key: KeyPath) -> list[str]:
     """Return the steps of a key path, split at dots and without the prefixes of wrappers."""
     return without_inner_prefixes(".".join(map(str, key))).split(".")
-
-
-def without_dots(name: str) -> str:
-    return name.replace(".", "")

@@ -7,7 +7,7 @@ ckptkit's own table, rules do the same without transformers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ckptkit.errors import Mismatch, Unsupported
@@ -81,7 +81,15 @@ class InMemory(Family):
     def from_hub(self, tensors: Mapping[str, StoredTensor], sizes: Sizes) -> Translated:
         """Return tensors from disk as `from_pretrained` has them in memory."""
         model = expected_model(sizes.config, lambda: frozenset(tensors))
-        require_all_merged(tensors.keys(), closest_form(model.forms, tensors.keys()))
+        merged: dict[str, list[str]] = {}  # by name in memory, all tensors on disk that become it
+        for name, olds in closest_form(model.forms, tensors.keys()).came_from.items():
+            for old in olds:
+                merged.setdefault(old, []).append(name)
+        for names in merged.values():
+            present = [name for name in names if name in tensors]
+            missing = next((name for name in names if name not in tensors), None)
+            if present and missing is not None:
+                raise Mismatch(f"missing: `{present[0]}` is here, and the two become one tensor", tensor=missing)
         if isinstance(model, ExpectedByTransformers):
             from ckptkit.models.names.moved import MovedTensor  # deferred: imports torch
             from ckptkit.models.transformers_table import to_memory
@@ -118,19 +126,6 @@ def require_model_shapes(tensors: Mapping[str, StoredTensor], shapes: Mapping[st
         if name in shapes and tensor.spec.shape != shapes[name]:
             message = f"expected shape {list(shapes[name])} (config.json), found {list(tensor.spec.shape)}"
             raise Mismatch(message, tensor=name, hint="check that config.json belongs to this model")
-
-
-def require_all_merged(names: Collection[str], form: Form) -> None:
-    """Raise `Mismatch` if some of the tensors that are merged into one in memory are missing."""
-    parts: dict[str, list[str]] = {}
-    for disk, olds in form.came_from.items():
-        for old in olds:
-            parts.setdefault(old, []).append(disk)
-    for merged in parts.values():
-        present = [name for name in merged if name in names]
-        missing = next((name for name in merged if name not in names), None)
-        if present and missing is not None:
-            raise Mismatch(f"missing: `{present[0]}` is here, and the two become one tensor", tensor=missing)
 
 
 def rules_of_experts(sizes: Sizes) -> tuple[Rule, ...]:

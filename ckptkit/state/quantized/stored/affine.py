@@ -13,7 +13,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.state.quantized.config import Integers, QuantizationConfig
+from ckptkit.state.quantized.config import QuantizationConfig
 from ckptkit.state.quantized.packed import Packed, Specs
 from ckptkit.state.quantized.stored.scales import partner_mismatch_error
 
@@ -33,24 +33,19 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
         if encoding is None:
             message = f"found {spec}, but config.json does not say how many bits a number has"
             raise Unsupported(message, tensor=name, hint="check that the model's config.json is there")
-        yield name, packed_from_triple(specs, name, module, encoding)
-
-
-def packed_from_triple(specs: Specs, name: str, module: str, encoding: Integers) -> Packed:
-    """Return the weight that a triple encodes."""
-    stored, scales, biases = specs[name], f"{module}{SCALES}", f"{module}{BIASES}"
-    assert encoding.group is not None
-    columns = stored.shape[-1] * 32 // encoding.bits
-    expected_shape = (*stored.shape[:-1], columns // encoding.group)
-    for beside in (scales, biases):
-        actual = specs.get(beside)
-        fits = actual is not None and actual.shape == expected_shape and actual.dtype.kind == "float"
-        if not fits or columns % encoding.group or stored.shape[-1] * 32 % encoding.bits:
-            which = f"a float for each {encoding.group} numbers of {encoding.bits} bits, {list(expected_shape)}"
-            raise partner_mismatch_error(beside, which, actual or "none")
-    shape = (*stored.shape[:-1], columns)
-    make = partial(recipe, encoding.bits, shape, encoding.group, specs[scales].dtype)
-    return Packed(f"mlx {encoding.bits} bits", shape, (scales, biases), (1, encoding.group), make)
+        assert encoding.group is not None
+        stored_bits, scales, biases = spec.shape[-1] * 32, f"{module}{SCALES}", f"{module}{BIASES}"
+        columns = stored_bits // encoding.bits
+        expected_shape = (*spec.shape[:-1], columns // encoding.group)
+        for beside in (scales, biases):
+            actual = specs.get(beside)
+            fits = actual is not None and actual.shape == expected_shape and actual.dtype.kind == "float"
+            if not fits or columns % encoding.group or stored_bits % encoding.bits:
+                which = f"a float for each {encoding.group} numbers of {encoding.bits} bits, {list(expected_shape)}"
+                raise partner_mismatch_error(beside, which, actual or "none")
+        shape = (*spec.shape[:-1], columns)
+        make = partial(recipe, encoding.bits, shape, encoding.group, specs[scales].dtype)
+        yield name, Packed(f"mlx {encoding.bits} bits", shape, (scales, biases), (1, encoding.group), make)
 
 
 def recipe(bits: int, shape: Shape, group: int, dtype: DType, operands: Sequence[Operand]) -> Recipe:
