@@ -24,7 +24,7 @@ from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import find_model_config
 from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.models.names.weights import OF_ONE
-from ckptkit.state.quantized.signs import may_be_quantized_model
+from ckptkit.state.quantized.config import may_be_quantized_model
 from ckptkit.summary import Summarized
 from ckptkit.trainers import has_epoch_only
 from ckptkit.words import count, format_bytes

@@ -11,7 +11,7 @@ from shlex import quote
 
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, Usage
-from ckptkit.formats import decompress_entries, locate_all_chunks
+from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand
@@ -20,10 +20,10 @@ from ckptkit.models.expected import Form, closest_form, forms_of_model
 from ckptkit.models.fit import join_few_names
 from ckptkit.state.model import Model, RecipeFor, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
+from ckptkit.state.quantized.config import is_declared_quantized
 from ckptkit.state.quantized.find import find_quantized
 from ckptkit.state.quantized.packed import dequantized_name
 from ckptkit.state.quantized.plain import dequantizing_recipe_of, dtype_in_config
-from ckptkit.state.quantized.signs import is_declared_quantized
 from ckptkit.words import count, format_bytes
 
 Shapes = Mapping[str, Shape]
@@ -102,7 +102,7 @@ def copy_from_base(model: Model, options: ConvertOptions) -> Model:
     """
     assert options.base is not None
     base = BaseWeights(options.base).open()
-    layout = locate_all_chunks(decompress_entries(base.weights.layout))
+    layout = locate_all_chunks(base.weights.layout)
     chosen = choose_from_base(layout, model.layout.tensors.keys(), options)
     quantized = find_quantized(layout, base.companions.config)
     if quantized is not None and quantized.members.isdisjoint(chosen):

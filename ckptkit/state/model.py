@@ -16,7 +16,7 @@ from ckptkit.layout.plan import Recipe
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.expected import AskBase, Form
 from ckptkit.models.names.weights import Weights, find_weights
-from ckptkit.state.quantized.signs import is_declared_quantized, may_be_quantized_model
+from ckptkit.state.quantized.config import is_declared_quantized, may_be_quantized_model
 
 RecipeFor = Callable[[str, DType], Recipe]  # called with the final name and dtype of the tensor
 

@@ -30,7 +30,7 @@ from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, names_with_
 from ckptkit.state.names import collect_name_arguments, weight_entry_names
 from ckptkit.state.optimizers import Completed, Rekeying, choose_optimizer_keys, complete_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.signs import may_be_quantized_model
+from ckptkit.state.quantized.config import may_be_quantized_model
 from ckptkit.state.selection import DtypeRule, apply_dtypes
 from ckptkit.state.steps import WITH_FILES, base_names_function, require_format_with_files
 from ckptkit.trainers import find_owner_rank_of_file, find_owner_rank_of_key, why_copied_unchanged

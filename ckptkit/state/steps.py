@@ -39,7 +39,7 @@ from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.model import Model
 from ckptkit.state.names import collect_name_arguments
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.signs import is_declared_quantized
+from ckptkit.state.quantized.config import is_declared_quantized
 from ckptkit.state.selection import apply_dtypes
 from ckptkit.words import count
 

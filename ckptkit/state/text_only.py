@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptkit.errors import Unsupported, Usage, errors_at
-from ckptkit.formats import decompress_entries, locate_all_chunks
+from ckptkit.formats import locate_all_chunks
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.names.between_families import make_translation
 from ckptkit.models.names.sizes import Sizes
@@ -57,7 +57,7 @@ def extract_text_model(model: Model) -> Model:
         full_model = find_meta_model(model.config)
         config = text_config_of(model.config, full_model)
         names = names_in_larger_model(full_model, find_meta_model(config), str(model.config.get("model_type")))
-        layout, came_from = locate_all_chunks(decompress_entries(model.layout)), model.weights.came_from
+        layout, came_from = locate_all_chunks(model.layout), model.weights.came_from
         heads = mtp_tensor_names(layout.tensors, model.config)
         others = {name: tensor for name, tensor in layout.tensors.items() if name not in heads}
         memory = make_translation(None, TRANSFORMERS, Sizes(model.config))(others)

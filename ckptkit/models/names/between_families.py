@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import chain
 
@@ -11,6 +12,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.models.expected import Form, closest_form_or_error
 from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.models.names.family import Family
+from ckptkit.models.names.outline import outline_of
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.translate import Translated, Turn
@@ -25,17 +27,12 @@ def choose_family(family: Family | None, shapes: Mapping[str, Shape], sizes: Siz
     transformers' model and the family does not have this type. Raises `Unsupported` if this needs transformers, and it
     is not installed or cannot build the model.
     """
-    if family not in (None, TRANSFORMERS) and not is_unknown_to_family(family, shapes, sizes):
-        return family
+    if family is not None and family is not TRANSFORMERS:
+        is_known = not family.types or sizes.model_type in ("", *family.types)
+        form = None if is_known else closest_form_or_error(shapes.keys(), sizes.config, sizes.ask_base)
+        if not isinstance(form, Form) or any(shapes.get(name) != form.shapes[name] for name in form.needed_names):
+            return family
     return TRANSFORMERS if TRANSFORMERS.has_in_memory_names(shapes, sizes, is_likely=family is not None) else None
-
-
-def is_unknown_to_family(family: Family | None, shapes: Mapping[str, Shape], sizes: Sizes) -> bool:
-    """Return whether tensors that look like a family's belong to a model that the family's table does not know."""
-    if family is None or not family.types or sizes.model_type in ("", *family.types):
-        return False
-    form = closest_form_or_error(shapes.keys(), sizes.config, sizes.ask_base)
-    return isinstance(form, Form) and all(shapes.get(name) == form.shapes[name] for name in form.needed_names)
 
 
 def make_translation(here: Family | None, there: Family | None, sizes: Sizes) -> Turn:
@@ -65,7 +62,10 @@ def translate_family_to_hub(family: Family, tensors: Mapping[str, StoredTensor],
 
     Raises `Mismatch` for any other tensor that no rule translates.
     """
-    missing_bias = family.find_bias_missing(tensors)
+    biased = re.compile(family.biased or r"(?!)")
+    modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
+    biases = (f"{module}.bias" for module in modules if biased.fullmatch(outline_of(module)))
+    missing_bias = min((bias for bias in biases if bias not in tensors), default=None)
     if missing_bias is not None:
         message = f"missing: on the Hub every `{sizes.model_type}` has this tensor"
         hint = "keep the names with --names keep: a model without biases cannot be written there"

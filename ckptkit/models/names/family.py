@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -76,14 +76,6 @@ class Family:
         tensors = {new_names[name]: tensor for name, tensor in translated.tensors.items()}
         came_from = {new_names[name]: olds for name, olds in translated.came_from.items()}
         return Translated(tensors, came_from, translated.unplaced)
-
-    def find_bias_missing(self, names: Iterable[str]) -> str | None:
-        """Return the name of a bias that is required beside a weight and missing; None if none is missing."""
-        present = set(names)
-        biased = re.compile(self.biased or r"(?!)")
-        modules = [name.removesuffix(".weight") for name in present if name.endswith(".weight")]
-        biases = (f"{module}.bias" for module in modules if biased.fullmatch(outline_of(module)))
-        return min((bias for bias in biases if bias not in present), default=None)
 
     def is_unknown_to_hub(self, name: str) -> bool:
         return bool(self.dropped_pattern.fullmatch(outline_of(name)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported
-from ckptkit.formats import decompress_entries, locate_all_chunks
+from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout import Layout, StoredTensor, edits
@@ -76,7 +76,7 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
     if change is None and asked.rows is None:
         return weights, []
     asked.check(weights, asked.config)
-    layout = locate_all_chunks(decompress_entries(weights.layout))
+    layout = locate_all_chunks(weights.layout)
     if change is not None and change.here is not None and change.here.arithmetic is not None:
         from ckptkit.engine.arithmetic import apply_arithmetic  # deferred: imports numpy
 
@@ -114,7 +114,7 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
         hint = "run `ckptkit consolidate SRC OUT` first, then convert OUT"
         raise Unsupported(message, path=layout.path, hint=hint)
     asked.check(weights, asked.config)
-    layout = locate_all_chunks(decompress_entries(layout))
+    layout = locate_all_chunks(layout)
     try:
         vocabulary = asked.find_new_vocabulary()
         turn = turn_with_resized_rows(change, vocabulary)

@@ -18,7 +18,7 @@ from ckptkit.models.fit import join_few_names
 from ckptkit.plugins.quantize.schemes import SCHEMES, Scheme
 from ckptkit.state.model import Model, RecipeFor, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.signs import KEYS
+from ckptkit.state.quantized.config import KEYS
 from ckptkit.words import count
 
 # Choose the weights to quantize: linear layers, except where loaders expect plain weights.

@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt
-from ckptkit.state.quantized.signs import KEYS, MLX, TEXT, is_about_quantization
+from ckptkit.layout import Spec
 
+KEYS = ("quantization_config", "compression_config")  # sections of config.json
+_MLX = "quantization"  # MLX's section, which it repeats in `quantization_config`
+_TEXT = "text_config"  # some multimodal models have the section in here
+OF_WEIGHTS = (".weight_scale_inv", ".weight_scale", ".weight_scale_2", ".weight_global_scale")
+_BYTES = ("int8", "uint8", "int32", "uint32")  # dtypes that packed numbers are stored in
 _COMPRESSED, _MODELOPT, OF_MLX = "compressed-tensors", "modelopt", "mlx"
 _PLAIN = (None, "fp8", "fbgemm_fp8", _COMPRESSED, "mxfp4", _MODELOPT, OF_MLX)  # methods that ckptkit can undo
 _KINDS: Mapping[str, tuple[str, ...]] = {  # variants that ckptkit can undo, for methods with several
@@ -92,9 +97,9 @@ def read_quantization_config(config: Mapping[str, Any] | None) -> QuantizationCo
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the section on quantization, of the model or of its text model; None without one."""
-    text = config.get(TEXT)
+    text = config.get(_TEXT)
     for section in (config, text) if isinstance(text, dict) else (config,):
-        for key in (*KEYS, MLX):
+        for key in (*KEYS, _MLX):
             entry = section.get(key)
             if isinstance(entry, dict) and is_about_quantization(key, entry):
                 return entry
@@ -159,6 +164,28 @@ def parse_block(value: object) -> Block:
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the same model with plain weights."""
     plain = {key: value for key, value in config.items() if not (is_about_quantization(key, value) or key == _EXPERTS)}
-    if isinstance(config.get(TEXT), dict):
-        plain[TEXT] = without_quantization(config[TEXT])
+    if isinstance(config.get(_TEXT), dict):
+        plain[_TEXT] = without_quantization(config[_TEXT])
     return plain
+
+
+def may_be_quantized_model(specs: Mapping[str, Spec]) -> bool:
+    """Return whether some of these tensors may be quantized weights or their scales."""
+    return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_packed, specs.values()))
+
+
+def is_declared_quantized(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json declares the weights as quantized."""
+    text = config.get(_TEXT)
+    sections = [config, text] if isinstance(text, dict) else [config]
+    return any(is_about_quantization(key, section[key]) for section in sections for key in section)
+
+
+def is_about_quantization(key: str, value: object) -> bool:
+    """Return whether an entry of a config.json describes the quantization of weights."""
+    return key in KEYS or (key == _MLX and isinstance(value, dict) and "bits" in value)
+
+
+def may_be_packed(spec: Spec) -> bool:
+    """Return whether a tensor's dtype is one that quantized numbers are stored in."""
+    return spec.dtype.kind == "small_float" or spec.dtype.name in _BYTES

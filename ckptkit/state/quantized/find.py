@@ -18,12 +18,15 @@ from ckptkit.layout.box import Shape
 from ckptkit.models.companions import find_model_config
 from ckptkit.state.quantized.config import (
     OF_MLX,
+    OF_WEIGHTS,
     QuantizationConfig,
+    is_declared_quantized,
+    may_be_packed,
+    may_be_quantized_model,
     quantization_section,
     read_quantization_config,
 )
 from ckptkit.state.quantized.packed import BLOCKS, Finder, Packed
-from ckptkit.state.quantized.signs import OF_WEIGHTS, is_declared_quantized, may_be_packed, may_be_quantized_model
 from ckptkit.state.quantized.stored import SCHEMES
 from ckptkit.state.quantized.stored.affine import SCALES
 from ckptkit.state.quantized.stored.floats8 import is_float8_weight

@@ -19,10 +19,9 @@ from ckptkit.models.fit import join_few_names
 from ckptkit.models.names.weights import Weights
 from ckptkit.state.model import Model, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.quantized.config import read_quantization_config, without_quantization
+from ckptkit.state.quantized.config import is_declared_quantized, read_quantization_config, without_quantization
 from ckptkit.state.quantized.find import Quantized, find_quantized, has_no_quantized_tensor
 from ckptkit.state.quantized.packed import dequantized_name, is_renamed_alike
-from ckptkit.state.quantized.signs import is_declared_quantized
 from ckptkit.state.selection import Edits, find_wanted_dtype
 from ckptkit.words import count
 

@@ -62,7 +62,15 @@ def packed_from_integers(specs: Specs, name: str, stem: str, stated: Quantizatio
     fit = choose_encoding_fit(specs, name, scale, stated)
     beside = [scale]
     if zeros in specs:
-        check_zero_points(specs, zeros, fit)
+        zeros_spec, scales_shape = specs[zeros], fit.of_scales.shape
+        if zeros_spec.dtype.name == "int8":
+            require_partner_shape(specs, zeros, scales_shape, "as many zero points as scales")
+        elif zeros_spec.dtype.name != "int32" or fit.way.is_symmetric:
+            kind = "symmetric" if fit.way.is_symmetric else "not symmetric"
+            raise partner_mismatch_error(zeros, f"zero points of a model that config.json calls {kind}", zeros_spec)
+        else:
+            rows = -(-fit.shape[-2] * fit.way.bits // _WORD)
+            require_partner_shape(specs, zeros, (*scales_shape[:-2], rows, scales_shape[-1]), "zero points in words")
         beside.append(zeros)
     elif not fit.way.is_symmetric:
         raise partner_mismatch_error(name, f"zero points in `{zeros}`, as config.json says", "none")
@@ -114,20 +122,6 @@ def find_fit_in_encoding(stored: Spec, scales: Spec, encoding: Integers) -> Fit 
     if encoding.group is None and (scales.shape == a_row or prod(scales.shape) == 1):
         return Fit(encoding, (*stored.shape[:-1], width), width, scales)
     return None
-
-
-def check_zero_points(specs: Specs, zeros: str, fit: Fit) -> None:
-    """Raise `Mismatch` for zero points that do not fit the scales, or that a symmetric encoding must not have."""
-    zeros_spec = specs[zeros]
-    shape = fit.of_scales.shape
-    if zeros_spec.dtype.name == "int8":
-        require_partner_shape(specs, zeros, shape, "as many zero points as scales")
-    elif zeros_spec.dtype.name != "int32" or fit.way.is_symmetric:
-        kind = "symmetric" if fit.way.is_symmetric else "not symmetric"
-        raise partner_mismatch_error(zeros, f"zero points of a model that config.json calls {kind}", zeros_spec)
-    else:
-        rows = -(-fit.shape[-2] * fit.way.bits // _WORD)
-        require_partner_shape(specs, zeros, (*shape[:-2], rows, shape[-1]), "zero points in words")
 
 
 def recipe(fit: Fit, operands: Sequence[Operand]) -> Recipe:
