@@ -58,21 +58,17 @@ def find_owner_rank_of_file(name: str) -> int | None:
 
 def find_owner_rank_of_key(key: KeyPath) -> int | None:
     """Return the rank of per-rank state at a key path, None for entries that all ranks share."""
-    ranks = (find_rank_in_prefix(key, patterns) for patterns in per_rank_key_patterns())
-    return next((rank for rank in ranks if rank is not None), None)
-
-
-def find_rank_in_prefix(key: KeyPath, patterns: Sequence[re.Pattern[str]]) -> int | None:
-    """Return the rank in the first steps of a key path if each matches its pattern; else None."""
-    if len(key) < len(patterns):
-        return None
-    rank = None
-    for pattern, step in zip(patterns, key, strict=False):
-        match = pattern.fullmatch(f"[{step}]" if isinstance(step, int) else step)
-        if match is None:
-            return None
-        rank = int(match[1]) if match.groups() else rank
-    return rank
+    for patterns in per_rank_key_patterns():
+        rank = None
+        for pattern, step in zip(patterns, key, strict=False):
+            match = pattern.fullmatch(f"[{step}]" if isinstance(step, int) else step)
+            if match is None:
+                break
+            rank = int(match[1]) if match.groups() else rank
+        else:  # each of the first steps matches its pattern
+            if rank is not None and len(key) >= len(patterns):
+                return rank
+    return None
 
 
 @cache
