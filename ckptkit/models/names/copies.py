@@ -91,13 +91,18 @@ def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Sh
         if spec is None or spec.dtype.kind != "float" or prod(spec.shape) == 1:
             continue
         key = layout.key(name)
-        if not isinstance(key[-1], int):
-            if is_copy_of_weight(key, spec.shape, known):
-                copies.add(name)
+        if isinstance(key[-1], int):
+            while key and isinstance(key[-1], int):  # a list may contain a list for each group of parameters
+                key = key[:-1]
+            lists.setdefault(key, []).append(name)
             continue
-        while key and isinstance(key[-1], int):  # a list may contain a list for each group of parameters
-            key = key[:-1]
-        lists.setdefault(key, []).append(name)
+        steps = key_components(key)
+        # a name that starts later is below `state` and a name or a kind: most states need not be looked up
+        end = steps.index(_STATE) + 2 if _STATE in steps else len(steps)
+        starts = (at for at in range(min(end, len(steps))) if known.get("".join(steps[at:])) == spec.shape)
+        start = next(starts, None)
+        if start is not None and not is_optimizer_state_path(steps[:start]):
+            copies.add(name)
     available = Counter(known.values())
     for above, members in lists.items():
         wanted = Counter(layout.tensors[name].spec.shape for name in members)
@@ -108,15 +113,6 @@ def find_copies_in(layout: Layout, names: Iterable[str], shapes: Mapping[str, Sh
         ):
             copies.update(members)
     return copies
-
-
-def is_copy_of_weight(key: KeyPath, shape: Shape, known: Mapping[str, Shape]) -> bool:
-    """Return whether a key path ends with the name of a weight of this shape, which no optimizer state is above."""
-    steps = key_components(key)
-    # a name that starts later is below `state` and a name or a kind: most states need not be looked up
-    end = steps.index(_STATE) + 2 if _STATE in steps else len(steps)
-    start = next((at for at in range(min(end, len(steps))) if known.get("".join(steps[at:])) == shape), None)
-    return start is not None and not is_optimizer_state_path(steps[:start])
 
 
 def is_optimizer_state_path(above: Sequence[str]) -> bool:
