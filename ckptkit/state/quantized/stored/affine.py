@@ -14,8 +14,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import QuantizationConfig
-from ckptkit.state.quantized.packed import Packed, Specs
-from ckptkit.state.quantized.stored.scales import partner_mismatch_error
+from ckptkit.state.quantized.packed import Packed, Specs, partner_mismatch_error
 
 WEIGHT, SCALES, BIASES = ".weight", ".scales", ".biases"
 

@@ -23,14 +23,15 @@ from typing import NamedTuple
 from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import QuantizationConfig
-from ckptkit.state.quantized.packed import Packed, Specs
-from ckptkit.state.quantized.stored.integers import PACKED
-from ckptkit.state.quantized.stored.scales import (
+from ckptkit.state.quantized.packed import (
+    Packed,
+    Specs,
     find_scale_name,
     is_exponent_dtype,
     partner_mismatch_error,
     require_partner_shape,
 )
+from ckptkit.state.quantized.stored.integers import PACKED
 
 _BYTES = ("uint8", "int8", "float4_e2m1fn_x2")
 _GLOBAL, _SECOND = "_global_scale", "_scale_2"

@@ -18,8 +18,7 @@ from ckptkit.layout import Spec
 from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import Block, QuantizationConfig
-from ckptkit.state.quantized.packed import Packed, Specs
-from ckptkit.state.quantized.stored.scales import find_scale_name, is_exponent_dtype
+from ckptkit.state.quantized.packed import Packed, Specs, find_scale_name, is_exponent_dtype
 
 
 def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed]]:

@@ -20,8 +20,7 @@ from ckptkit.layout import Spec
 from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.state.quantized.config import Integers, QuantizationConfig
-from ckptkit.state.quantized.packed import Packed, Specs
-from ckptkit.state.quantized.stored.scales import partner_mismatch_error, require_partner_shape
+from ckptkit.state.quantized.packed import Packed, Specs, partner_mismatch_error, require_partner_shape
 
 PACKED = ".weight_packed"
 _SCALE, _ZEROS, _SHAPE = "_scale", "_zero_point", "_shape"
