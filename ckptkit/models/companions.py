@@ -169,12 +169,7 @@ def find_companions_in(directory: Path, *, follow_links: bool = False) -> Compan
     if templates.is_dir() and (follow_links or not templates.is_symlink()):
         names += [f"{TEMPLATES}/{child.name}" for child in list_children(templates) if child.suffix == ".jinja"]
     names += [child.name for child in list_children(directory) if child.suffix == ".py"] if code else []
-    modules: list[str] = []
-    if (directory / MODULES).is_file():  # modules after the transformer, as sentence-transformers lists them
-        listed = parse_json(read_small(directory / MODULES, _CONFIG_LIMIT), directory / MODULES)
-        paths = [one.get("path") for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-        own = [path for path in paths if isinstance(path, str) and re.fullmatch(r"\w+", path)]
-        modules = [path for path in own if (directory / path).is_dir()]
+    modules = extra_modules_in(directory)
     names += [*_MODULE_FILES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
     files = {name: read(name) for name in names if (directory / name).is_file()}
     suffixes = {name: {child.suffix for child in list_children(directory / name)} for name in modules}
@@ -203,6 +198,17 @@ def read_config_json(path: Path) -> Mapping[str, Any] | None:
     """Return the content of a config.json; None if it is not a JSON object. Raises `Corrupt` if it is not JSON."""
     found = parse_json(read_small(path, _CONFIG_LIMIT), path)
     return found if isinstance(found, dict) else None
+
+
+def extra_modules_in(directory: Path) -> list[str]:
+    """Return the directories of modules after a transformer, as sentence-transformers' `save_pretrained` lists them."""
+    if not (directory / MODULES).is_file():
+        return []
+    modules = parse_json(read_small(directory / MODULES, _CONFIG_LIMIT), directory / MODULES)
+    paths = [one.get("path") for one in modules if isinstance(one, dict)] if isinstance(modules, list) else []
+    return [
+        path for path in paths if isinstance(path, str) and re.fullmatch(r"\w+", path) and (directory / path).is_dir()
+    ]
 
 
 def own_code_files(config: Mapping[str, Any]) -> set[str]:
