@@ -192,10 +192,12 @@ class Flattening:
         steps = [step for key, _ in pairs or () if (step := step_of_dict_key(key)) is not None]
         if pairs and len(steps) == len(pairs):
             return [(step, child) for step, (_, child) in zip(steps, pairs, strict=True)]
-        # a list with a dict in it or in nested lists, or a list or tuple with a tensor at any depth
+        if not isinstance(value, (list, tuple)):
+            return None
+        # entered: a list with a dict in it or in nested lists, and a list or tuple with a tensor at any depth
         lists = inert_pickle.walk_members(value, lambda member: member if isinstance(member, list) else ())
         has_dict = isinstance(value, list) and any(find_dict_items(member) is not None for member in lists)
-        if not has_dict and not (isinstance(value, (list, tuple)) and contains_tensor(value)):
+        if not has_dict and not contains_tensor(value):
             return None
         return [(TuplePlace(i) if isinstance(value, tuple) else i, child) for i, child in enumerate(value)]
 

@@ -54,6 +54,7 @@ def locate_in_archives(
             for i, chunk in enumerate(chunks):
                 if chunk.wrapper not in skipped:
                     places.setdefault(chunk.path, []).append((chunk.offset, chunk.length, name, i))
+        # file by file, so that each is opened once
         in_order = ((path, *place) for path in sorted(places) for place in sorted(places.pop(path)))
         ahead, templates = ReadAhead(files), ArchiveTemplates()
         for path, *_, name, i in iterate_with_prefetch(

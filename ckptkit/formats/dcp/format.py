@@ -24,12 +24,7 @@ from ckptkit.errors import (
     truncated_error,
 )
 from ckptkit.formats.archives.locate import head_and_tail_ranges
-from ckptkit.formats.archives.zip_entries import (
-    CONTENT_LIMIT,
-    read_directory,
-    read_entry_content,
-    with_cached_ends,
-)
+from ckptkit.formats.archives.zip_entries import CONTENT_LIMIT, read_directory, read_entry_content, with_cached_ends
 from ckptkit.formats.dcp.model_space import with_unflattened_states
 from ckptkit.formats.dcp.read_metadata import (
     METADATA,
@@ -136,13 +131,13 @@ class Dcp(FormatWriter):
     def least_torch_version(self, path: Path) -> str | None:
         """Return the torch version that introduced this checkpoint's description of tensors; None for the old one."""
         for file in metadata_by_rank(path).values():
-            entries = read_metadata(file)["state_dict_metadata"].values()
-            kinds = ((type(entry), entry) for entry in entries)
-            tensors = (entry for of, entry in kinds if isinstance(of, Global) and of.name == "TensorStorageMetadata")
-            if (tensor := next(tensors, None)) is not None:
-                state = tensor.attributes()["properties"][0]
-                if isinstance(state, tuple) and len(state) > 5:  # the sixth is the strides
-                    return "2.15"
+            for entry in read_metadata(file)["state_dict_metadata"].values():
+                of = type(entry)
+                if isinstance(of, Global) and of.name == "TensorStorageMetadata":
+                    state = entry.attributes()["properties"][0]
+                    if isinstance(state, tuple) and len(state) > 5:  # the sixth item is the strides
+                        return "2.15"
+                    break  # all tensors of a file are described alike
         return None
 
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
