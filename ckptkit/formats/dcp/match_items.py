@@ -31,32 +31,27 @@ def require_matching_items(root: Path, expected: Layout) -> None:
     tensor's data. Raises `Mismatch` for the first file or item that differs, `Unsupported` for items that were saved
     through a transform.
     """
-    planned = items_by_file(expected)
-    present = set(names_in(root))
-    for name in sorted(present - planned.keys()):
-        if find_rank_in_file_name(name) is not None and (size := file_size(root / name)):
-            message = f"expected no file of this name, as in {expected.root}, found {size} bytes"
-            raise Mismatch(message, path=root / name, hint=_HINT)
-    with OpenFiles(root, in_order=False) as files, OpenFiles(expected.root, in_order=False) as others:
-        matching = ItemComparison(ReadAhead(files), ReadAhead(others))
-        for name in sorted(present & planned.keys()):
-            try:
-                matching.compare_items(name, files[name].size, planned[name])
-            except Mismatch as error:
-                error.hint = _HINT
-                raise error.blame(path=root / name) from None
-
-
-def items_by_file(plan: Layout) -> dict[str, Items]:
-    by_file: dict[str, Items] = {}
-    for name, item in plan.chunks_and_blobs:
+    planned: dict[str, Items] = {}
+    for name, item in expected.chunks_and_blobs:
         if item.wrapper not in (None, ENVELOPE):
             message = f"stored through the transform `{item.wrapper}`: only its metadata says what an item contains"
-            raise Unsupported(message, path=plan.root / item.path, tensor=name)
+            raise Unsupported(message, path=expected.root / item.path, tensor=name)
         wanted = str(Spec(item.dtype, item.size)) if isinstance(item, Chunk) else _ENTRY
         if item.length:
-            by_file.setdefault(item.path, {}).setdefault((item.offset, item.length), (name, wanted))
-    return by_file
+            planned.setdefault(item.path, {}).setdefault((item.offset, item.length), (name, wanted))
+    present = set(names_in(root))
+    for file in sorted(present - planned.keys()):
+        if find_rank_in_file_name(file) is not None and (size := file_size(root / file)):
+            message = f"expected no file of this name, as in {expected.root}, found {size} bytes"
+            raise Mismatch(message, path=root / file, hint=_HINT)
+    with OpenFiles(root, in_order=False) as files, OpenFiles(expected.root, in_order=False) as others:
+        matching = ItemComparison(ReadAhead(files), ReadAhead(others))
+        for file in sorted(present & planned.keys()):
+            try:
+                matching.compare_items(file, files[file].size, planned[file])
+            except Mismatch as error:
+                error.hint = _HINT
+                raise error.blame(path=root / file) from None
 
 
 class ItemComparison:

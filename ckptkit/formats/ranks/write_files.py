@@ -123,18 +123,11 @@ class Writing:
             return None
         if name in self.example.spread:
             return self.example.spread[name]
-        rows = (Shard(0), *(None for _ in self.grid.shape[1:]))
-        return rows if self.is_parameter(name) else None
-
-    def is_parameter(self, name: str) -> bool:
-        """Return whether a tensor of the model is a parameter and not a buffer, if the example does not show it.
-
-        Parameters have an optimizer state or several chunks; if no tensor has either, all floats are parameters.
-        """
-        if len(self.wanted.tensors[name].chunks) > 1 or name in self.optimized_names:
-            return True
-        some_are = bool(self.optimized_names) or any(len(tensor.chunks) > 1 for tensor in self.wanted.tensors.values())
-        return not some_are and self.wanted.tensors[name].spec.dtype.kind == "float"
+        # a parameter has an optimizer state or several chunks; if no tensor has either, all floats are parameters
+        is_parameter = len(self.wanted.tensors[name].chunks) > 1 or name in self.optimized_names
+        if not self.optimized_names and all(len(tensor.chunks) <= 1 for tensor in self.wanted.tensors.values()):
+            is_parameter = spec.dtype.kind == "float"
+        return (Shard(0), *(None for _ in self.grid.shape[1:])) if is_parameter else None  # a buffer is replicated
 
     @cached_property
     def optimized_names(self) -> frozenset[str]:
