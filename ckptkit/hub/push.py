@@ -67,7 +67,7 @@ _OF_TRAINING = (
     *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),
     *("rng_state*", "random_states*", "trainer_state.json", "training_args.bin", "custom_checkpoint_*"),
 )
-# what `save_pretrained` writes in transformers, PEFT and diffusers, and DCP's writer of safetensors
+# what `save_pretrained` of common libraries and the writer of DCP's safetensors write
 _LOADED = re.compile(r"(shard-\d+-)?(diffusion_pytorch_|adapter_)?model(\.\w+)?(-\d+-of-\d+)?\.safetensors")
 _TEMPORARY = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
 

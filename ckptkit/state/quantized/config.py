@@ -38,7 +38,8 @@ Block = tuple[int, int]
 class Integers(NamedTuple):
     """The encoding of weights as integers of so many `bits`.
 
-    `group` is the number of neighbors that share a scale; None means one scale for a row, or for the tensor. Without `is_symmetric` they have zero points. With `is_ordered`, columns are in the order of activations.
+    `group` is the number of neighbors that share a scale; None means one scale for a row, or for the tensor. Without
+    `is_symmetric` they have zero points. With `is_ordered`, columns are in the order of activations.
     """
 
     bits: int
