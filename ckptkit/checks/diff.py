@@ -20,7 +20,7 @@ from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Layout, Spec, edits
-from ckptkit.layout.distance import Distance, Tolerance
+from ckptkit.layout.distance import Tolerance
 from ckptkit.models.companions import CONFIG
 from ckptkit.state.matching import Side, match_sides, pair_components, rename_sides, with_hub_names_on_both
 from ckptkit.state.names import NameOptions
@@ -161,13 +161,16 @@ def diff_components(
     a, b = ours.layout, theirs.layout
     measured, notes = compare_values(a, b, terms, jobs, progress)
     distances = measured.distances
-    different = [
-        Difference(name, reason, tensor.spec, b.tensors[name].spec, distances.get(name), is_weight=name in ours.weights)
-        for name, tensor in a.tensors.items()
-        if name in b.tensors
-        if (reason := find_reason_for_difference(tensor.spec, b.tensors[name].spec, distances.get(name), terms))
-        is not None
-    ]
+    different = []
+    for name in (name for name in a.tensors if name in b.tensors):
+        one, two, distance = a.tensors[name].spec, b.tensors[name].spec, distances.get(name)
+        reason: Reason | None = "values" if distance is not None and distance.different else None
+        if one.shape != two.shape:
+            reason = "shape"
+        elif one.dtype != two.dtype and not (terms.allow_cast and one.dtype.is_castable_to(two.dtype)):
+            reason = "dtype"
+        if reason is not None:
+            different.append(Difference(name, reason, one, two, distance, is_weight=name in ours.weights))
     shared = a.blobs.keys() & b.blobs.keys()
     blobs = (edits.select_entries(replace(layout, tensors={}), shared.__contains__) for layout in (a, b))
     entries, uncompared = differing_entries(*blobs)
@@ -248,12 +251,3 @@ def has_comparable_values(name: str, a: Layout, b: Layout) -> bool:
 def cast_to_narrower(layout: Layout, others: Mapping[str, Spec]) -> Layout:
     narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
     return edits.cast_to_specs(layout, narrower)
-
-
-def find_reason_for_difference(one: Spec, two: Spec, distance: Distance | None, terms: CompareOptions) -> Reason | None:
-    """Return why two tensors differ; None if they are equal."""
-    if one.shape != two.shape:
-        return "shape"
-    if one.dtype != two.dtype and not (terms.allow_cast and one.dtype.is_castable_to(two.dtype)):
-        return "dtype"
-    return "values" if distance is not None and distance.different else None

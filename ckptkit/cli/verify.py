@@ -208,27 +208,15 @@ def report_comparison(verified: Sequence[Verified]) -> None:
 
 def report_suspicious_tensors(tensors: Sequence[TensorStats]) -> None:
     """Print the tensors with NaN, Inf, denormal or constant values, which are suspicious but not a problem."""
-    rows = [
-        (
-            tensor.nan or "",
-            tensor.inf or "",
-            tensor.denormal or "",
-            describe_constant_tensor(tensor),
-            tensor.spec,
-            tensor.name,
-        )
-        for tensor in tensors
-        if tensor.nan or tensor.inf or tensor.denormal or tensor.is_constant or tensor.is_all_zero
-    ]
+    rows = []
+    for tensor in tensors:
+        counts = [tensor.nan, tensor.inf, tensor.denormal]
+        if any(counts) or tensor.is_constant or tensor.is_all_zero:
+            constant = f"{tensor.low:g}" if tensor.is_constant and tensor.low is not None else ""
+            constant = "0" if tensor.is_all_zero else constant
+            rows.append((*(number or "" for number in counts), constant, tensor.spec, tensor.name))
     if rows:
         print_table(rows, ("NaN", "Inf", "denormal", "all", "", "tensor"))
     print_text_line(
         f"{count(len(rows), 'tensor')} of {len(tensors):,} with NaN, Inf, denormals, or all numbers the same"
     )
-
-
-def describe_constant_tensor(tensor: TensorStats) -> str:
-    """Return the value of a constant tensor as text, "" for other tensors."""
-    if tensor.is_all_zero:
-        return "0"
-    return f"{tensor.low:g}" if tensor.is_constant and tensor.low is not None else ""

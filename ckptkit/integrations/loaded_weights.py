@@ -28,16 +28,12 @@ def record_loaded_weights(
     model: Any, layout: Layout, weights: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all weights of a layout unchanged, and after the last record them as the weights of `model`."""
+    import torch
+
     LOADED.pop(model, None)
     sums = {}
     for name, tensor in weights:
-        sums[name] = crc32_of_tensor(tensor)
+        flat = tensor.contiguous().reshape(-1)
+        sums[name] = crc32(flat.view(torch.uint8).numpy().data) if tensor.numel() else 0
         yield name, tensor
     LOADED[model] = LoadedWeights(layout, sums)
-
-
-def crc32_of_tensor(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of the elements of a CPU tensor in row-major order."""
-    import torch
-
-    return crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0

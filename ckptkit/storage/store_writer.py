@@ -172,14 +172,16 @@ class StoreWriter(PlannedWriter):
         described = dump_metadata(planned, items, written_entries(all_results, planned))
         small = {**self._files, METADATA: described}
         sums = {
-            **{
-                name: FileSum(size_of_file(own), checksum_of_items(own, checksums[name]))
-                for name, own in items.items()
-                if own
-            },
-            **entry_file_sums(entries),
-            **{name: FileSum(len(content), crc32(content)) for name, content in small.items()},
+            name: FileSum(size_of_file(own), checksum_of_items(own, checksums[name]))
+            for name, own in items.items()
+            if own
         }
+        for blob in entries:  # each rank's entries are a file of their own
+            before = sums.get(blob.path, FileSum(0, 0))
+            assert blob.crc32 is not None
+            total = combine_crc32(before.crc32, blob.crc32, blob.length)
+            sums[blob.path] = FileSum(before.nbytes + blob.length, total)
+        sums |= {name: FileSum(len(content), crc32(content)) for name, content in small.items()}
         tensors = {
             item.name: checksums[name][item.offset]
             for name, own in items.items()
@@ -274,14 +276,3 @@ def collect_checksums(
             if item.offset not in by_offset[name]:
                 raise Corrupt("the shard was not written by the rank that has it", path=path / name, tensor=item.name)
     return by_offset
-
-
-def entry_file_sums(entries: Iterable[Blob]) -> dict[str, FileSum]:
-    """Return size and CRC-32 of each file that consists of entries."""
-    sums: dict[str, FileSum] = {}
-    for blob in entries:
-        before = sums.get(blob.path, FileSum(0, 0))
-        assert blob.crc32 is not None
-        total = combine_crc32(before.crc32, blob.crc32, blob.length)
-        sums[blob.path] = FileSum(before.nbytes + blob.length, total)
-    return sums

@@ -124,7 +124,10 @@ def take_steps(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: Def
     stop = False
     while trainer.progress.step < config.steps and not stop:
         step = trainer.step()
-        stop = stop_signal.is_received_on_any_rank(trainer.device)
+        # a collective: all ranks stop after the same step
+        received = torch.tensor(stop_signal.is_received, dtype=torch.int32, device=trainer.device)
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        stop = bool(received)
         is_due = step.step == config.steps or (config.save_every and step.step % config.save_every == 0)
         if stop or is_due:
             saved = trainer.save(run, **{name: getattr(step, name) for name in SAVED_METRICS})
@@ -136,16 +139,10 @@ class DeferredSignal:
     """Records signals, so that the current step can be finished and saved first. Ignored signals stay ignored."""
 
     def __init__(self, *numbers: signal.Signals) -> None:
-        self._is_received = False
+        self.is_received = False
         for number in numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._record)
 
     def _record(self, *_: object) -> None:
-        self._is_received = True
-
-    def is_received_on_any_rank(self, device: torch.device) -> bool:
-        """Return True on all ranks if any rank received a signal; a collective."""
-        is_received = torch.tensor(self._is_received, dtype=torch.int32, device=device)
-        dist.all_reduce(is_received, op=dist.ReduceOp.MAX)
-        return bool(is_received)
+        self.is_received = True

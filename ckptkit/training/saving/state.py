@@ -191,27 +191,25 @@ class Training:
             ours = {name: tensor for name, tensor in ours.items() if name not in self.kept}
         wanted["model"] = with_model_buffers(stored["model"], ours, "model")
         if self.optimizer is not None:
-            wanted["optim"] = self._prepare_optimizer(stored["optim"], self.optimizer)
-        return wanted
-
-    def _prepare_optimizer(self, stored: Tree, optimizer: Optimizer) -> Tree:
-        # torch initializes an empty optimizer only if no parameter has a gradient
-        optimizer.zero_grad(set_to_none=True)
-        optimizer.state.clear()
-        ours: Tree = dict(get_optimizer_state_dict(self.model, optimizer))
-        self.groups = [set(group["params"]) for group in ours["param_groups"]]
-        state = stored.get("state", {})
-        for name in state:
-            if name not in ours["state"]:
-                hint = "build the same optimizer over the same parameters"
-                raise Mismatch("the optimizer has no state for this parameter", tensor=f"optim.state.{name}", hint=hint)
-        return {
+            # torch initializes an empty optimizer only if no parameter has a gradient
+            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.state.clear()
+            own: Tree = dict(get_optimizer_state_dict(self.model, self.optimizer))
+            self.groups = [set(group["params"]) for group in own["param_groups"]]
             # the checkpoint has no state for a parameter that never had a gradient: do not load any for it
-            "state": {
-                name: with_model_buffers(state[name], ours["state"][name], f"optim.state.{name}") for name in state
-            },
-            "param_groups": with_empty_cpu_tensors(stored["param_groups"]),
-        }
+            state = stored["optim"].get("state", {})
+            for name in state:
+                if name not in own["state"]:
+                    hint = "build the same optimizer over the same parameters"
+                    message = "the optimizer has no state for this parameter"
+                    raise Mismatch(message, tensor=f"optim.state.{name}", hint=hint)
+            wanted["optim"] = {
+                "state": {
+                    name: with_model_buffers(state[name], own["state"][name], f"optim.state.{name}") for name in state
+                },
+                "param_groups": with_empty_cpu_tensors(stored["optim"]["param_groups"]),
+            }
+        return wanted
 
     def restore_state(self, state: Tree) -> None:
         """Load `state` into the model, optimizer and others: from `prepare_entries`, filled by `Stored.read_into`."""
