@@ -23,7 +23,7 @@ from ckptkit.io.staging import publish_file
 from ckptkit.layout import Layout
 from ckptkit.words import count, escape_control_characters, fold_lines, format_bytes
 
-_MOST_ROWS = 32
+_MOST_ROWS, _MOST_BARS = 32, 16
 _WIDTH = 26  # width of a tensor's picture in characters
 _INDENT = _WIDTH + 18  # characters before a tensor's name
 _COLORS = (117, 216, 150, 222, 183, 80, 211, 250)  # of the 256 terminal colors, light enough for black text
@@ -183,10 +183,10 @@ class Bar:
     bar: str
 
 
-def owner_bars(shards: ShardMap, width: int, most_bars: int = 16) -> Iterator[Bar]:
-    """Yield a bar of at most `width` characters for each owner, or for several if there are over `most_bars`."""
+def owner_bars(shards: ShardMap, width: int) -> Iterator[Bar]:
+    """Yield a bar of at most `width` characters for each owner, or for several if there are over `_MOST_BARS`."""
     full = max((owner.nbytes for owner in shards.owners), default=0) or 1
-    together = ceil(len(shards.owners) / most_bars)
+    together = ceil(len(shards.owners) / _MOST_BARS)
     for at in range(0, len(shards.owners), max(1, together)):
         group = shards.owners[at : at + together]
         sizes = [owner.nbytes for owner in group]

@@ -37,7 +37,7 @@ def problems_by_component(checkpoint: Checkpoint) -> Damage:
     return {path: problems for path, problems in problems_by_path.items() if problems}
 
 
-def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None = None) -> Iterator[Finding]:
+def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None) -> Iterator[Finding]:
     """Yield each damaged or missing file, and name another complete checkpoint of the run, if there is one.
 
     A salvage does not restore a lost config.json or tokenizer: for those the fix copies them from `model`, if given.

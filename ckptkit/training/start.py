@@ -55,7 +55,7 @@ _COMPUTED = ".rotary_emb.inv_freq"  # a buffer in checkpoints of older transform
 _PRIME = 2**31 - 1  # so small that the product of two residues fits into int64
 
 
-def load_initial_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any] | None = None) -> int:
+def load_initial_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any]) -> int:
     """Load the weights at `path`, a checkpoint or a run (its latest checkpoint), into a model; casts dtypes.
 
     Names of another family are translated with the config.json next to the weights, or else with `config`. Adapters of

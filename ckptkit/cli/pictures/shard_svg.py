@@ -36,6 +36,7 @@ _BARS = 96  # height of the bars with their labels
 _HEIGHT = 22  # height of a row; twice that for a tensor sharded along two axes
 _ABOVE = 16  # height of a name above its row
 _MOST_BARS = 128
+_MOST_ROWS = 60
 _MOST_IN_ROW = 96  # rectangles in a row; a tensor with more shards has several per rectangle
 _MOST_PARTS = 1600  # rectangles in all rows, so that the file stays small
 _APART = 8  # space between groups of rows
@@ -59,10 +60,10 @@ _COLUMNS = MapColumns(960, 396, 790, 58)
 _NARROW = MapColumns(360, 0, 290, 46, is_narrow=True)
 
 
-def draw_shards(shards: ShardMap, *, most_rows: int = 60, is_narrow: bool = False) -> Markup:
-    """Return the picture for a page that includes the CSS. Shows at most `most_rows` rows, the largest."""
+def draw_shards(shards: ShardMap, *, is_narrow: bool = False) -> Markup:
+    """Return the picture for a page that includes the CSS. Shows only the largest rows of many."""
     columns = _NARROW if is_narrow else _COLUMNS
-    shown, left_out = shards.split_off_largest_rows(most_rows)
+    shown, left_out = shards.split_off_largest_rows(_MOST_ROWS)
     parts = min(max(12, _MOST_PARTS // max(1, len(shown))), _MOST_IN_ROW)
     content: list[Markup] = list(draw_bars(shards, columns))
     top = float(_BARS + 16)
