@@ -81,18 +81,23 @@ def diff(
 def to_json(result: Diff) -> dict[str, Any]:
     """Return the result under the keys that scripts rely on."""
     names = ("a", "b", "only_in_a", "only_in_b", "renamed", "tensors", "nbytes", "checked_bytes", "notes")
-    different = []
-    for difference in result.different:
-        sides = {side: str(spec) if spec else None for side, spec in (("a", difference.a), ("b", difference.b))}
-        if difference.values:
-            sides = {side: repr(value) for side, value in zip("ab", difference.values, strict=True)}
-        sizes: dict[str, Any] = {"max_abs": None, "first": None}  # if the values were not compared
-        if difference.distance is not None:
-            distance = pick(difference.distance, "max_abs", "first", "rel_l2", "strange")
-            sizes = {"elements": difference.distance.different, **distance}
-        different.append({**pick(difference, "name", "reason"), **sides, **sizes})
+    different = [difference_json(difference) for difference in result.different]
     configs = [pick(config, "key", "here", "there") for config in result.configs]
     return {"equal": result.is_equal, "different": different, "configs": configs, **pick(result, *names)}
+
+
+def difference_json(difference: Difference) -> dict[str, Any]:
+    """Return a difference as JSON; `max_abs` and `first` are null if the values were not compared."""
+    sides = {side: str(spec) if spec else None for side, spec in (("a", difference.a), ("b", difference.b))}
+    if difference.values:
+        sides = {side: repr(value) for side, value in zip("ab", difference.values, strict=True)}
+    result = {"name": difference.name, "reason": difference.reason, **sides}
+    if difference.distance is None:
+        return result | {"max_abs": None, "first": None}
+    return result | {
+        "elements": difference.distance.different,
+        **pick(difference.distance, "max_abs", "first", "rel_l2", "strange"),
+    }
 
 
 def report(result: Diff, *, every: bool) -> None:

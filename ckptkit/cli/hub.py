@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,7 +107,15 @@ def report_push(src: Path, done: Pushed) -> None:
     kind = f"{'new, ' if done.is_new else ''}{access}"
     print_text_line(f"{'pushed' if done.is_done else 'would push'} {done.source}")
     print_text_line(f"to {destination} ({kind})")
-    print_table(list(rows(done)), ("  file", "size", "verdict"))
+    pushed = []
+    for name, nbytes in done.files.items():
+        is_made = done.has_card and name == "README.md"
+        verdict = f"{'pushed' if done.is_done else 'push'}{': a model card that ckptkit made' if is_made else ''}"
+        pushed.append((f"  {name}", format_bytes(nbytes), "unchanged" if name in done.unchanged else verdict))
+    removed = f"{'removed' if done.is_done else 'remove'}: of an earlier checkpoint"
+    others = [(f"  {name}", "", removed) for name in done.removed]
+    others += [(f"  {name}", "", f"left out: {reason}") for name, reason in done.left_out.items()]
+    print_table([*without_middle(pushed), *others], ("  file", "size", "verdict"))
     for text in done.notes:
         print_text_line(f"note: {text}")
     amount = f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)}"
@@ -120,20 +127,6 @@ def report_push(src: Path, done: Pushed) -> None:
     print_text_line(f"every size and checksum on the Hub matches the file here; commit {(done.commit or '')[:8]}")
     at = "" if done.revision == "main" else f"@{done.revision}"
     print_text_line(f"to get a copy elsewhere: ckptkit pull {done.repo_id}{at} {done.repo_id.partition('/')[2]}")
-
-
-def rows(done: Pushed) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table of files: those to push, to remove from the Hub, and to leave here."""
-    pushed = []
-    for name, nbytes in done.files.items():
-        is_made = done.has_card and name == "README.md"
-        verdict = f"{'pushed' if done.is_done else 'push'}{': a model card that ckptkit made' if is_made else ''}"
-        pushed.append((f"  {name}", format_bytes(nbytes), "unchanged" if name in done.unchanged else verdict))
-    yield from without_middle(pushed)
-    for name in done.removed:
-        yield f"  {name}", "", f"{'removed' if done.is_done else 'remove'}: of an earlier checkpoint"
-    for name, reason in done.left_out.items():
-        yield f"  {name}", "", f"left out: {reason}"
 
 
 @with_options(_PULL_OPTIONS)

@@ -25,6 +25,7 @@ from ckptkit.words import count, count_parameters, format_bytes
 if TYPE_CHECKING:
     from ckptkit.adapters.find import InspectedAdapter
     from ckptkit.checks.inspect import Inspected
+    from ckptkit.layout import StoredTensor
     from ckptkit.state.quantized.find import InspectedQuantized
 
 _MOST_KEYS = 8
@@ -103,12 +104,6 @@ def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
     names = ("step", "world_size", "trainer", "family", "parameters", "optimizer_keys", "ties", "has_manifest")
     adapter_names = ("name", "method", "rows", "alpha", "targets", "modules", "replaced", "parameters", "nbytes")
     quantized_names = ("method", "weights", "parameters", "sizes", "refusal")
-    tensors = []
-    for name, tensor in layout.tensors.items():
-        listed = {"name": name, "dtype": tensor.spec.dtype.name, **pick(tensor.spec, "shape", "nbytes")}
-        if with_chunks:
-            listed["chunks"] = [{"file": one.path, **pick(one, "start", "size", "offset")} for one in tensor.chunks]
-        tensors.append(listed)
     return {
         **pick(layout, "format", "root", "nbytes"),
         "checkpoint": inspected.whole,
@@ -121,9 +116,17 @@ def to_json(inspected: Inspected, *, with_chunks: bool) -> dict[str, Any]:
             kind: {**pick(group, "entries", "nbytes"), "dtypes": group.bytes_by_dtype}
             for kind, group in inspected.groups.items()
         },
-        "tensors": tensors,
+        "tensors": [tensor_json(name, tensor, with_chunks=with_chunks) for name, tensor in layout.tensors.items()],
         "blobs": [{"name": name, "nbytes": blob.length} for name, blob in layout.blobs.items()],
     }
+
+
+def tensor_json(name: str, tensor: StoredTensor, *, with_chunks: bool) -> dict[str, Any]:
+    spec = tensor.spec
+    result: dict[str, Any] = {"name": name, "dtype": spec.dtype.name, **pick(spec, "shape", "nbytes")}
+    if with_chunks:
+        result["chunks"] = [{"file": chunk.path, **pick(chunk, "start", "size", "offset")} for chunk in tensor.chunks]
+    return result
 
 
 def report(inspected: Inspected, asked: Path) -> None:

@@ -80,7 +80,15 @@ def report(listing: Listing, run: Path) -> None:
     """Print the table, and hints about the next commands."""
     fixed, marks = [], []
     for checkpoint in listing.checkpoints:
-        fixed.append(table_row(checkpoint))
+        state = "weights only" if checkpoint.is_weights_only and checkpoint.is_complete else "complete"
+        if checkpoint.claim is None:
+            state = checkpoint.problem or state
+        else:  # an unfinished upload or deletion
+            claim = checkpoint.claim.describe()
+            state = f"{state}; {claim}" if checkpoint.is_complete else claim
+        age = format_age(time.time() - checkpoint.saved_at) if checkpoint.saved_at else ""
+        ranks = "" if checkpoint.world_size is None else str(checkpoint.world_size)
+        fixed.append([checkpoint.name, age, ranks, format_bytes(checkpoint.nbytes), state])
         labels = ["latest"] if checkpoint.path == listing.latest else []
         labels += ["pinned"] if checkpoint.is_pinned else []
         marks.append(", ".join([*labels, *(f"`{name}`" for name in checkpoint.named_by)]))
@@ -120,26 +128,6 @@ def print_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
         if not checkpoint.is_complete and checkpoint.claim is None:
             print_note(f"hint: {command_line('verify', checkpoint.path)} lists the problems")
             return
-
-
-def table_row(checkpoint: Listed) -> list[str]:
-    """Return the cells of a checkpoint for the columns that every table has.
-
-    The last is its state: complete, its problem, or an unfinished upload or deletion.
-    """
-    state = "weights only" if checkpoint.is_weights_only and checkpoint.is_complete else "complete"
-    if checkpoint.claim is None:
-        state = checkpoint.problem or state
-    else:
-        claim = checkpoint.claim.describe()
-        state = f"{state}; {claim}" if checkpoint.is_complete else claim
-    return [
-        checkpoint.name,
-        format_age(time.time() - checkpoint.saved_at) if checkpoint.saved_at else "",
-        "" if checkpoint.world_size is None else str(checkpoint.world_size),
-        format_bytes(checkpoint.nbytes),
-        state,
-    ]
 
 
 def choose_metrics(

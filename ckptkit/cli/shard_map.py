@@ -37,24 +37,6 @@ def print_shard_map(layout: Layout) -> None:
     """Print the shard map: a bar for each rank or file, and a line for each tensor or group of similar tensors."""
     shards = map_shards(layout)
     print_text_line("")
-    print_owner_table(shards)
-    shown, left_out = shards.split_off_largest_rows(_MOST_ROWS)
-    print_text_line("")
-    print_text_line(f"{'part of each rank'.ljust(_WIDTH)}    bytes  parts  tensor")
-    for start, rows in shards.rows_by_prefix(shown):
-        if start:
-            print_text_line(f"{start}".rjust(_INDENT + len(start)))
-        for row in rows:
-            for line in tensor_lines(row, start, shards):
-                print_raw_line(line)
-    if left_out:
-        tensors = sum(row.repeats for row in left_out)
-        nbytes = format_bytes(sum(row.nbytes for row in left_out))
-        print_text_line(f"left out: {count(tensors, 'smaller tensor')} of {count(len(left_out), 'kind')}, {nbytes}")
-
-
-def print_owner_table(shards: ShardMap) -> None:
-    """Print the bytes of each rank or file, or of several consecutive ones."""
     rows: list[tuple[object, ...]] = []
     for bar in owner_bars(shards, _WIDTH):
         is_one = bar.first is bar.last
@@ -69,6 +51,19 @@ def print_owner_table(shards: ShardMap) -> None:
         times = fullest.nbytes / shards.mean if shards.mean else 1.0
         what = f"{count(len(shards.owners), shards.by)}, {format_bytes(shards.mean)} each on average"
         print_text_line(f"{what}; {shards.by} {fullest.mark} has the most, {times:.2f} times the average")
+    print_text_line("")
+    shown, left_out = shards.split_off_largest_rows(_MOST_ROWS)
+    print_text_line(f"{'part of each rank'.ljust(_WIDTH)}    bytes  parts  tensor")
+    for start, alike in shards.rows_by_prefix(shown):
+        if start:
+            print_text_line(f"{start}".rjust(_INDENT + len(start)))
+        for row in alike:
+            for line in tensor_lines(row, start, shards):
+                print_raw_line(line)
+    if left_out:
+        tensors = sum(row.repeats for row in left_out)
+        nbytes = format_bytes(sum(row.nbytes for row in left_out))
+        print_text_line(f"left out: {count(tensors, 'smaller tensor')} of {count(len(left_out), 'kind')}, {nbytes}")
 
 
 def tensor_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:

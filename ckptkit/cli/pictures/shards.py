@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, takewhile
@@ -166,20 +166,7 @@ def map_shards(layout: Layout) -> ShardMap:
     numbers = {path: rank for path, rank in ranks.items() if rank is not None}
     if not by_rank:
         numbers = {path: at for at, path in enumerate(files, start=1)}
-    sizes = bytes_by_owner(layout, numbers.__getitem__)
-    # show ranks that have no data too
-    if by_rank and layout.world_size is not None and len(sizes) < layout.world_size > max(sizes):
-        sizes.update(dict.fromkeys(range(layout.world_size), 0))
-    names = {} if by_rank else {number: path for path, number in numbers.items()}
-    owners = [Owner(str(number), names.get(number, f"rank {number}"), sizes[number]) for number in sorted(sizes)]
-    positions = {number: position for position, number in enumerate(sorted(sizes))}
-    positioned = {path: positions[number] for path, number in numbers.items()}
-    return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold_rows(layout, positioned.__getitem__)))
-
-
-def bytes_by_owner(layout: Layout, owner_of: Callable[[str], int]) -> Counter[int]:
-    """Return the bytes of tensors and non-tensor entries by owner. Data that several names share counts once."""
-    lengths: dict[tuple[str, int], int] = {}  # by file and offset
+    lengths: dict[tuple[str, int], int] = {}  # by file and offset: data that several names share counts once
     for tensor in layout.tensors.values():
         for chunk in tensor.chunks:
             if chunk.box.numel:
@@ -188,17 +175,27 @@ def bytes_by_owner(layout: Layout, owner_of: Callable[[str], int]) -> Counter[in
     lengths.update({(blob.path, blob.offset): blob.length for blob in layout.blobs.values()})
     sizes: Counter[int] = Counter()
     for (path, _), nbytes in lengths.items():
-        sizes[owner_of(path)] += nbytes
-    return sizes
+        sizes[numbers[path]] += nbytes
+    # show ranks that have no data too
+    if by_rank and layout.world_size is not None and len(sizes) < layout.world_size > max(sizes):
+        sizes.update(dict.fromkeys(range(layout.world_size), 0))
+    names = {} if by_rank else {number: path for path, number in numbers.items()}
+    owners = [Owner(str(number), names.get(number, f"rank {number}"), sizes[number]) for number in sorted(sizes)]
+    positions = {number: position for position, number in enumerate(sorted(sizes))}
+    positioned = {path: positions[number] for path, number in numbers.items()}
+    return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold_rows(layout, positioned)))
 
 
-def fold_rows(layout: Layout, owner_of: Callable[[str], int]) -> Iterator[Row]:
-    """Yield the rows of a layout. Tensors share a row if spec and shards are equal and only numbers in names differ."""
+def fold_rows(layout: Layout, owner_of: Mapping[str, int]) -> Iterator[Row]:
+    """Yield the rows of a layout. Tensors share a row if spec and shards are equal and only numbers in names differ.
+
+    `owner_of` has the owner's position by file.
+    """
     alike: dict[object, list[str]] = {}
     shards: dict[object, tuple[DrawnShard, ...]] = {}
     for name, tensor in layout.tensors.items():
         cuts = tuple(
-            DrawnShard(owner_of(chunk.path), chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
+            DrawnShard(owner_of[chunk.path], chunk.box, chunk.path, chunk.box.numel * chunk.dtype.itemsize)
             for chunk in sorted(tensor.chunks, key=lambda chunk: chunk.start)
             if chunk.box.numel
         )
