@@ -110,23 +110,6 @@ class Block(NamedTuple):
         return self.box.numel * self.target.chunk.dtype.itemsize
 
 
-class BlockInputs(NamedTuple):
-    """An input that all blocks of a target have. `region` maps the box of a block to a box of the source."""
-
-    source: int
-    region: Region
-    copies: tuple[Copy, ...]
-    boxes: BoxIndex
-
-    def input_for_block(self, box: Box) -> Input:
-        region = self.region(box)
-        return Input(
-            self.source,
-            region,
-            tuple((self.copies[i].src, part_box) for i, part_box in self.boxes.intersections_with(region)),
-        )
-
-
 def blocks_of_plan(plan: Plan) -> Iterator[Block]:
     """Yield the blocks of a plan in the order of its targets. A block has at most `BLOCK_BYTES`."""
     for target in plan.targets:
@@ -135,41 +118,32 @@ def blocks_of_plan(plan: Plan) -> Iterator[Block]:
 
 def blocks_of_target(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[Block]:
     """Yield the blocks of one target in the order of its bytes, small enough for elements of `itemsize` bytes too."""
-    wanted = block_inputs_of(target, len(plan.sources))
-    recipe, whole = target.recipe, target.chunk.box
+    recipe, whole, copies = target.recipe, target.chunk.box, target.copies
+    # the inputs are the recipe's operands, or the target's own box in each source
+    count = len(plan.sources) if recipe is None else len(recipe.operands)
+    groups = [copies] if count == 1 else [tuple(copy for copy in copies if copy.operand == i) for i in range(count)]
+    wanted: list[tuple[int, Region, tuple[Copy, ...]]]  # source, map from a block's box to the source's, copies
+    if recipe is None:
+        wanted = [(group[0].source, unchanged_box, group) for group in groups if group]
+    else:
+        wanted = [
+            (operand.source, operand.region, group) for operand, group in zip(recipe.operands, groups, strict=True)
+        ]
+    indexes = [BoxIndex([copy.region for copy in group]) for _, _, group in wanted]
     # isinstance with a protocol takes 25 µs, so plain copies skip it
     if recipe is not None and isinstance(recipe, ByRows):
         boxes = cut_rows(whole, recipe.rows)
     else:
-        boxes = cut_box(whole, BLOCK_BYTES // max(itemsize, largest_itemsize(target)))
+        dtypes = [target.chunk.dtype, *(copy.src.dtype for copy in copies)]
+        dtypes += () if recipe is None else (operand.dtype for operand in recipe.operands)
+        boxes = cut_box(whole, BLOCK_BYTES // max(itemsize, *(dtype.itemsize for dtype in dtypes)))
     start = 0
     for box in boxes:
-        block = Block(target, box, start, tuple(input_.input_for_block(box) for input_ in wanted))
+        inputs: list[Input] = []
+        for (source, region_for, group), index in zip(wanted, indexes, strict=True):
+            region = region_for(box)
+            parts = tuple((group[i].src, part_box) for i, part_box in index.intersections_with(region))
+            inputs.append(Input(source, region, parts))
+        block = Block(target, box, start, tuple(inputs))
         yield block
         start += block.nbytes
-
-
-def block_inputs_of(target: Target, sources: int) -> list[BlockInputs]:
-    """Return the inputs of the blocks of a target: its recipe's operands, or its own box in each source."""
-    if target.recipe is None:
-        groups = [target.copies] if sources == 1 else copies_by_operand(target.copies, sources)
-        return [make_block_inputs(copies[0].source, unchanged_box, copies) for copies in groups if copies]
-    operands = target.recipe.operands
-    pairs = zip(operands, copies_by_operand(target.copies, len(operands)), strict=True)
-    return [make_block_inputs(operand.source, operand.region, copies) for operand, copies in pairs]
-
-
-def make_block_inputs(source: int, region: Region, copies: tuple[Copy, ...]) -> BlockInputs:
-    return BlockInputs(source, region, copies, BoxIndex([copy.region for copy in copies]))
-
-
-def copies_by_operand(copies: tuple[Copy, ...], count: int) -> list[tuple[Copy, ...]]:
-    return [tuple(copy for copy in copies if copy.operand == number) for number in range(count)]
-
-
-def largest_itemsize(target: Target) -> int:
-    """Return the largest itemsize among the target, its sources and its recipe's operands, in bytes."""
-    dtypes = [target.chunk.dtype, *(copy.src.dtype for copy in target.copies)]
-    if target.recipe is not None:
-        dtypes += [operand.dtype for operand in target.recipe.operands]
-    return max(dtype.itemsize for dtype in dtypes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ckptkit.engine.ledger import Ledger, SourcePlace, offsets_in_byte_range
@@ -13,7 +13,7 @@ from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.layout.plan import Copy, Plan, Target, in_file_order, self_copy_target
+from ckptkit.layout.plan import Plan, Target, in_file_order, self_copy_target
 
 # A byte range that several chunks share is read beyond the requested chunks only if very little of it is missing.
 _MISSING_DIVISOR = 8  # at most 1/8 of the bytes may be missing
@@ -30,9 +30,17 @@ class Sources:
     @collector_paused()
     def __init__(self, plan: Plan, ledger: Ledger, *, is_all: bool = False) -> None:
         self._plan = plan
-        copies = ((target_name(target, copy), copy) for target in plan.targets for copy in target.copies)
-        runs = {source_range_of(copy): (name, copy.src) for name, copy in copies if copy.src.where is None}
-        nbytes = bytes_read_by_range(copy for copy in plan.copies if is_all or copy.src.run is not None)
+        runs: dict[SourcePlace, tuple[str, Chunk]] = {}
+        nbytes: Counter[SourcePlace] = Counter()  # of each range, by copies; bytes that are read twice count twice
+        for target in plan.targets:
+            for copy in target.copies:
+                if copy.src.where is not None:
+                    continue
+                place = copy.source, copy.src.path, copy.src.checksummed_range[0]
+                name = target.name if target.recipe is None else target.recipe.operands[copy.operand].name
+                runs[place] = name, copy.src
+                if is_all or copy.src.run is not None:
+                    nbytes[place] += copy.region.numel * copy.src.dtype.itemsize
         self._waiting = {
             place: (name, chunk)
             for place, (name, chunk) in runs.items()
@@ -114,37 +122,15 @@ class Sources:
 
     def plan_unread_ranges(self) -> Plan:
         """Return the plan with the rest of each range with a CRC-32, unless little of a shared one was requested."""
-        targets = (target for place, run in self._waiting.items() for target in self._targets_for_gaps(place, *run))
+        targets: list[Target] = []
+        for place, (name, chunk) in self._waiting.items():
+            run = offset, length = chunk.checksummed_range
+            if length - self._requested[place] > max(length // _MISSING_DIVISOR, _MISSING_BYTES):
+                continue
+            for start, missing in self._read.missing_ranges(place, length):
+                gap = Chunk(full_box((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=run)
+                targets.append(self_copy_target(name, gap, place[0]))
         return replace(self._plan, targets=in_file_order(targets))
-
-    def _targets_for_gaps(self, place: SourcePlace, name: str, chunk: Chunk) -> Iterator[Target]:
-        """Yield a target for each gap in the reads of a byte range."""
-        offset, length = chunk.checksummed_range
-        if length - self._requested[place] > max(length // _MISSING_DIVISOR, _MISSING_BYTES):
-            return
-        for start, missing in self._read.missing_ranges(place, length):
-            gap = Chunk(
-                full_box((missing,)), chunk.path, offset + start, missing, DTYPES["uint8"], run=chunk.checksummed_range
-            )
-            yield self_copy_target(name, gap, place[0])
-
-
-def bytes_read_by_range(copies: Iterable[Copy]) -> Counter[SourcePlace]:
-    """Return how many bytes the copies read of each byte range. Bytes that are read twice count twice."""
-    nbytes: Counter[SourcePlace] = Counter()
-    for copy in copies:
-        if copy.src.where is None:
-            nbytes[source_range_of(copy)] += copy.region.numel * copy.src.dtype.itemsize
-    return nbytes
-
-
-def target_name(target: Target, copy: Copy) -> str:
-    return target.name if target.recipe is None else target.recipe.operands[copy.operand].name
-
-
-def source_range_of(copy: Copy) -> SourcePlace:
-    """Return the source, file and offset that identify the byte range a copy reads."""
-    return copy.source, copy.src.path, copy.src.checksummed_range[0]
 
 
 def range_start_of(chunk: Chunk) -> FileOffset:

@@ -21,7 +21,7 @@ from ckptkit.layout.axes import unsplit_index
 from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.plan import Plan, Recipe, in_file_order, make_plan, targets_for
+from ckptkit.layout.plan import Plan, Recipe, Target, in_file_order, make_plan, targets_for
 
 Computed = tuple[Recipe, Spec]  # the recipe that computes a tensor, and its dtype and shape
 
@@ -53,9 +53,11 @@ def compare_layouts(
     Verifies every chunk that has a recorded CRC-32: `Corrupt` names one that differs. Raises `Usage` for a layout that
     has not been located. `progress` receives the bytes read, from one thread at a time.
     """
-    targets = (
-        one for name, tensor in b.tensors.items() for one in targets_for(name, with_zero_chunks_located(tensor), (a, b))
-    )
+    targets: list[Target] = []
+    for name, tensor in b.tensors.items():
+        # a target needs a file location, so chunks of zeros get one
+        chunks = tuple(chunk._replace(where=None) if chunk.is_zeros else chunk for chunk in tensor.chunks)
+        targets += targets_for(name, replace(tensor, chunks=chunks), (a, b))
     plan = Plan(a, b, in_file_order(targets), (b,))
 
     def measure_block(worker: Worker, block: Block) -> tuple[Distance | None, int]:
@@ -72,7 +74,11 @@ def compare_layouts(
     itemsizes = {name: max(layout.tensors[name].spec.dtype.itemsize for layout in (a, b)) for name in b.tensors}
     blocks = (block for target in plan.targets for block in blocks_of_target(plan, target, itemsizes[target.name]))
     found, checked_bytes = measure_blocks(plan, blocks, measure_block, jobs, progress)
-    found = {name: with_tensor_index(distance, a.tensors[name], b.tensors[name]) for name, distance in found.items()}
+    for name, distance in found.items():
+        # blocks were compared with axes split, and the index of the first difference refers to the tensor
+        splits = a.tensors[name].splits or b.tensors[name].splits
+        if splits and distance.first is not None:
+            found[name] = replace(distance, first=unsplit_index(splits, distance.first))
     return Comparison(with_norms(a, found, jobs), checked_bytes)
 
 
@@ -155,26 +161,11 @@ def measure_blocks(
     return found, sources.checked_bytes
 
 
-def with_tensor_index(distance: Distance, *tensors: StoredTensor) -> Distance:
-    """Return a distance whose first index refers to the tensor, where blocks were compared with axes split."""
-    splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
-    if splits is None or distance.first is None:
-        return distance
-    return replace(distance, first=unsplit_index(splits, distance.first))
-
-
 def are_equal_buffers(a: memoryview, b: memoryview) -> bool:
     """Return True if two buffers of equal length are equal. Uses memcmp; memoryviews compare element by element."""
     whole_buffer = a.obj
     assert isinstance(whole_buffer, bytearray)
     return whole_buffer.startswith(b)
-
-
-def with_zero_chunks_located(tensor: StoredTensor) -> StoredTensor:
-    """Return a tensor whose chunks of zeros can be targets: targets need a file location."""
-    return replace(
-        tensor, chunks=tuple(chunk._replace(where=None) if chunk.is_zeros else chunk for chunk in tensor.chunks)
-    )
 
 
 def with_norms(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -> dict[str, Distance]:

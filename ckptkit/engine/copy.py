@@ -136,7 +136,7 @@ def copy_unit(
 
 
 def copy_unchanged(worker: Worker, block: Block) -> int | None:
-    """Copy a block without changing its bytes, and return its CRC-32.
+    """Copy a block without changing its bytes, in steps that stay in a core's cache, and return its CRC-32.
 
     Returns None, and does nothing, if the block must be gathered: its elements change order or dtype, or it has so many
     byte ranges that one write is faster.
@@ -145,10 +145,14 @@ def copy_unchanged(worker: Worker, block: Block) -> int | None:
     if runs is None:
         return None
     target = block.target.chunk
-    begin = target.offset + block.start
-    whole = 0
+    source, begin, whole = worker.sources[0], target.offset + block.start, 0
     for at, chunk, start, length in runs:
-        crc = copy_chunk_bytes(worker, chunk, start, length, target.path, begin + at)
+        read_from, write_to, crc = source.files[chunk.path], worker.files[target.path], 0
+        for done in range(0, length, source.step):
+            data = worker.input_buffer(min(source.step, length - done))
+            read_from.read_into(data, chunk.offset + start + done)
+            crc = crc32(data, crc)
+            write_to.write_at(data, begin + at + done)
         worker.pieces[0].append(ReadRun(chunk, start, length, crc))
         whole = combine_crc32(whole, crc, length)
     return whole
@@ -174,19 +178,6 @@ def find_byte_ranges_of(block: Block) -> list[ByteRun] | None:
             )
         )
     return sorted(runs)
-
-
-def copy_chunk_bytes(worker: Worker, chunk: Chunk, start: int, length: int, path: str, offset: int) -> int:
-    """Copy `length` bytes of a chunk, from byte `start`, to `offset` of file `path`, in steps. Return their CRC-32."""
-    step = worker.sources[0].step
-    source, target = worker.sources[0].files[chunk.path], worker.files[path]
-    crc = 0
-    for done in range(0, length, step):
-        data = worker.input_buffer(min(step, length - done))
-        source.read_into(data, chunk.offset + start + done)
-        crc = crc32(data, crc)
-        target.write_at(data, offset + done)
-    return crc
 
 
 def apply_recipe(recipe: Recipe, worker: Worker, block: Block) -> tuple[memoryview, bool]:

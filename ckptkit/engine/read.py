@@ -25,13 +25,8 @@ class SharedRuns:
     """
 
     def __init__(self) -> None:
-        self._ledger = Ledger()
-        self._lock = Lock()
-
-    def add_reads_of(self, sources: Sources) -> None:
-        """Add the reads of incomplete ranges. Raises `Corrupt` if one is complete now and its CRC-32 differs."""
-        with self._lock:
-            sources.hand_over_shared_ranges(self._ledger)
+        self.ledger = Ledger()
+        self.lock = Lock()
 
 
 def empty_buffer(nbytes: int) -> bytearray | mmap:
@@ -85,5 +80,6 @@ def read_box(
     if is_whole:
         reread_unchecked_ranges(sources, jobs)
         if shared is not None:
-            shared.add_reads_of(sources)
+            with shared.lock:
+                sources.hand_over_shared_ranges(shared.ledger)
     return data

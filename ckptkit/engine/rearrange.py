@@ -45,24 +45,20 @@ class Rearrangement:
             target = self.scratch[: span.length * itemsize]
             piece = self.read(chunk, span.start * itemsize, target)
             steps = [stride * itemsize for stride in strides]
-            assign_cast(np.ndarray(part.size, _RAW[itemsize], target, 0, steps), chunk.dtype, self.dtype, view)
+            values = np.ndarray(part.size, _RAW[itemsize], target, 0, steps)
+            if chunk.dtype == self.dtype:
+                view[...] = values
+            else:
+                is_flat = view.flags.c_contiguous
+                converted = view.reshape(-1) if is_flat else np.empty(view.size, view.dtype)
+                cast_into(np.ascontiguousarray(values).reshape(-1), chunk.dtype, self.dtype, converted)
+                if not is_flat:
+                    view[...] = converted.reshape(view.shape)
             if span.length == part.numel:  # no byte of the span was skipped, so its CRC-32 counts
                 yield piece
             return
         for half in halve_box(part, strides):
             yield from self._fill_view(half, view_of_region(view, half, part))
-
-
-def assign_cast(values: Array, src: DType, dst: DType, view: Array) -> None:
-    """Copy `values` into `view`, cast from `src` to `dst` where the dtypes differ."""
-    if src == dst:
-        view[...] = values
-    elif view.flags.c_contiguous:
-        cast_into(np.ascontiguousarray(values).reshape(-1), src, dst, view.reshape(-1))
-    else:
-        converted = np.empty(view.size, view.dtype)
-        cast_into(np.ascontiguousarray(values).reshape(-1), src, dst, converted)
-        view[...] = converted.reshape(view.shape)
 
 
 def view_of_region(array: Array, part: Box, whole: Box) -> Array:

@@ -61,29 +61,24 @@ class Mean:
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         """Return the mean; of non-floats the last source's elements, and True if the sources differ."""
-        if dtype.kind == "float":
-            return weighted_mean(dtype, blocks, self._weights), False
-        first, *rest = (np.frombuffer(block, np.uint8) for block in blocks)
-        is_same = all(np.array_equal(first, other) for other in rest)
-        if not is_same and dtype.kind not in ("int", "bool"):
-            message = f"ckptkit cannot average {dtype}, and the values differ between the sources"
-            raise Unsupported(message, hint="drop it with --exclude, or average before you quantize")
-        return blocks[-1], not is_same
-
-
-def weighted_mean(dtype: DType, blocks: Sequence[memoryview], weights: Sequence[float]) -> memoryview:
-    """Return the weighted mean of float64 blocks, rounded to `dtype`. Overwrites all blocks but the first."""
-    first, *rest = (np.frombuffer(block, np.float64) for block in blocks)
-    is_same = np.ones(len(first), bool)
-    with np.errstate(invalid="ignore", over="ignore"):
-        total = first * weights[0]
-        for numbers, weight in zip(rest, weights[1:], strict=True):
-            is_same &= first.view(np.int64) == numbers.view(np.int64)
-            total += np.multiply(numbers, weight, out=numbers)
-    np.copyto(total, first, where=is_same)
-    narrow = np.empty(len(total), f"u{dtype.itemsize}")
-    cast_into(total, FLOAT64, dtype, narrow)
-    return narrow.data.cast("B")
+        if dtype.kind != "float":
+            stored, *others = (np.frombuffer(block, np.uint8) for block in blocks)
+            is_equal = all(np.array_equal(stored, other) for other in others)
+            if not is_equal and dtype.kind not in ("int", "bool"):
+                message = f"ckptkit cannot average {dtype}, and the values differ between the sources"
+                raise Unsupported(message, hint="drop it with --exclude, or average before you quantize")
+            return blocks[-1], not is_equal
+        first, *rest = (np.frombuffer(block, np.float64) for block in blocks)
+        is_same = np.ones(len(first), bool)
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = first * self._weights[0]
+            for numbers, weight in zip(rest, self._weights[1:], strict=True):
+                is_same &= first.view(np.int64) == numbers.view(np.int64)
+                total += np.multiply(numbers, weight, out=numbers)  # overwrites all blocks but the first
+        np.copyto(total, first, where=is_same)
+        narrow = np.empty(len(total), f"u{dtype.itemsize}")
+        cast_into(total, FLOAT64, dtype, narrow)
+        return narrow.data.cast("B"), False
 
 
 # fp32 master weights from the weights, and from the masters or remainders that an optimizer stores.

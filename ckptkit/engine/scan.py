@@ -82,15 +82,6 @@ def copy_files(
     sums = RegionSums(root, sizes, extents, report)
     lock = Lock()
 
-    def sum_up(piece: FilePiece, data: memoryview) -> int:
-        total = 0
-        for region, start, stop in sums.inside(piece.name, piece.start, piece.length):
-            crc = crc32(data[start - piece.start : stop - piece.start])
-            total = combine_crc32(total, crc, stop - start)
-            with lock:
-                sums.add(region, start, stop, crc)
-        return total
-
     @contextmanager
     def copying() -> Iterator[Step[FilePiece]]:
         with OpenFiles(root, in_order=True) as files:
@@ -100,9 +91,14 @@ def copy_files(
                 is_recalled = sink.try_read_back(piece, data)
                 if not is_recalled and data:
                     files[piece.name].read_into(data, piece.start)
-                crc = sum_up(piece, data)
+                total = 0
+                for region, start, stop in sums.inside(piece.name, piece.start, piece.length):
+                    crc = crc32(data[start - piece.start : stop - piece.start])
+                    total = combine_crc32(total, crc, stop - start)
+                    with lock:
+                        sums.add(region, start, stop, crc)
                 if not is_recalled:
-                    sink.put(piece, data, crc)
+                    sink.put(piece, data, total)
                 if progress:
                     with lock:
                         progress(piece.length)

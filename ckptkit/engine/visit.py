@@ -135,10 +135,6 @@ Pieces = Sequence[Sequence[ReadRun]]  # the byte ranges read from each source
 Sums = Callable[[int, Chunk], bool]  # (source index, chunk) -> whether to compute the CRC-32 of its reads
 
 
-def needs_no_checksum(_number: int, _chunk: Chunk) -> bool:
-    return False
-
-
 class Worker:
     """The open files of one thread, and a buffer for each input of a block. The buffers are reused for every block."""
 
@@ -208,7 +204,7 @@ def visit_blocks(
     record: Callable[[Block, Seen, Pieces], None],
     jobs: int | None = None,
     *,
-    sums: Sums = needs_no_checksum,
+    sums: Sums = lambda _number, _chunk: False,
     among: Iterable[Block] | None = None,
     output: AssembledFiles | None = None,
 ) -> None:
