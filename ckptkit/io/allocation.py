@@ -69,7 +69,12 @@ def create_file(
         try:
             current_size = file.size
             if current_size < size and not is_sparse:
-                reserve_space(fd, size)
+                try:
+                    os.posix_fallocate(fd, 0, size)  # allocates the blocks, so that a full disk shows at once
+                except (AttributeError, OSError) as error:
+                    if isinstance(error, OSError) and error.errno not in UNSUPPORTED_CALL:
+                        raise
+                    os.ftruncate(fd, size)
             elif current_size != size:
                 os.ftruncate(fd, size)
             for offset, content in known_parts:
@@ -95,17 +100,6 @@ def write_patches(root: Path, patches: Iterable[tuple[str, tuple[int, bytes]]]) 
     with OpenFiles(root, writable=True) as files:
         for name, (offset, content) in sorted(patches):
             files[name].write_at(memoryview(content), offset)
-
-
-def reserve_space(fd: int, size: int) -> None:
-    """Extend a file to its size and allocate its blocks if the file system can, so that a full disk shows at once."""
-    try:
-        if size:
-            os.posix_fallocate(fd, 0, size)
-    except (AttributeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in UNSUPPORTED_CALL:
-            raise
-        os.ftruncate(fd, size)
 
 
 class TemporaryFile:

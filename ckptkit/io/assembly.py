@@ -84,7 +84,13 @@ class Assembly:
         for piece, low, high in self.pieces_in(name, offset, len(data)):
             if not self.is_sent_here(piece):
                 continue
-            whole = self._buffer_of(piece)
+            # the buffer of a piece has the bytes that have arrived so far
+            with self._lock:
+                whole = self._data.get(piece.key)
+            if whole is None:
+                fresh = self._read_piece(piece)
+                with self._lock:
+                    whole = self._data.setdefault(piece.key, fresh)
             whole[low - piece.start : high - piece.start] = data[low - offset : high - offset]
             with self._lock:
                 self._missing[piece.key] -= high - low
@@ -112,21 +118,26 @@ class Assembly:
             self._send_piece(piece)
 
     def send_remaining(self) -> None:
-        """Send the remaining pieces that needed no data: no piece with data follows them."""
-        for piece in self._pieces():
-            if self.is_sent_here(piece) and piece.key not in self.sent and not self._missing.get(piece.key):
-                self._send_piece(piece)
+        """Send the remaining pieces that needed no data: no piece with data follows them.
 
-    def stop(self, error: BaseException) -> None:
-        self._taker.stop(error)
-
-    def require_all_sent(self) -> None:
-        """Raise `Corrupt` unless all pieces have been sent."""
-        missing = [piece for piece in self._pieces() if self.is_sent_here(piece) and piece.key not in self.sent]
+        Raises `Corrupt` if a piece still lacks data then.
+        """
+        missing: list[FilePiece] = []
+        for name, size in self._sizes.items():
+            for piece in cut_into_pieces(name, size):
+                if not self.is_sent_here(piece) or piece.key in self.sent:
+                    continue
+                if self._missing.get(piece.key):
+                    missing.append(piece)
+                else:
+                    self._send_piece(piece)
         if missing:
             piece = missing[0]
             message = f"{self._missing[piece.key]} bytes of piece {piece.number} of {piece.count} were not written"
             raise Corrupt(message, path=self._room / piece.name, offset=piece.start)
+
+    def stop(self, error: BaseException) -> None:
+        self._taker.stop(error)
 
     def _dataless_pieces_before(self, piece: FilePiece) -> list[FilePiece]:
         """Return our pieces between this one and the last one before it that needs data."""
@@ -141,10 +152,6 @@ class Assembly:
     def is_sent_here(self, piece: FilePiece) -> bool:
         return self._only is None or piece.key in self._only
 
-    def _pieces(self) -> Iterator[FilePiece]:
-        for name, size in self._sizes.items():
-            yield from cut_into_pieces(name, size)
-
     def pieces_in(self, name: str, offset: int, nbytes: int) -> Iterator[tuple[FilePiece, int, int]]:
         """Yield the pieces of a file that contain some of these bytes, with the start and end offset in the file."""
         size = self._sizes[name]
@@ -156,16 +163,6 @@ class Assembly:
             low, high = max(offset, start), min(offset + nbytes, start + piece.length)
             if low < high:
                 yield piece, low, high
-
-    def _buffer_of(self, piece: FilePiece) -> memoryview:
-        """Return the buffer of a piece, with the bytes that have arrived so far."""
-        with self._lock:
-            data = self._data.get(piece.key)
-        if data is None:
-            data = self._read_piece(piece)
-            with self._lock:
-                data = self._data.setdefault(piece.key, data)
-        return data
 
     def _read_piece(self, piece: FilePiece) -> memoryview:
         data = new_piece_buffer(piece.length)

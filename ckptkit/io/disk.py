@@ -182,8 +182,19 @@ def move_directory_into_place(path: Path, dst: Path, overwrite: bool) -> None:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
             raise Occupied("another process created the destination meanwhile", path=dst) from error
-    elif not swap_directories(path, dst):
-        swap_directories_in_steps(path, dst)
+        return
+    if swap_directories(path, dst):
+        return
+    message = "this file system cannot swap directories in one step: for a moment the destination is absent"
+    warn_of_lost_guarantee(dst, message)
+    aside = aside_path(dst)
+    retry_interrupted(os.rename, dst, aside)
+    try:
+        retry_interrupted(os.rename, path, dst)
+    except OSError:
+        retry_interrupted(os.rename, aside, dst)  # after a crash, the next run does this
+        raise
+    retry_interrupted(os.rename, aside, path)
 
 
 def swap_directories(a: Path, b: Path) -> bool:
@@ -200,21 +211,3 @@ def swap_directories(a: Path, b: Path) -> bool:
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code), str(b))
     return True
-
-
-def swap_directories_in_steps(path: Path, dst: Path) -> None:
-    """Swap directory `path` and the destination in three steps; in between, the destination does not exist.
-
-    After an error the old destination is restored; after a crash, the next run restores it.
-    """
-    warn_of_lost_guarantee(
-        dst, "this file system cannot swap directories in one step: for a moment the destination is absent"
-    )
-    aside = aside_path(dst)
-    retry_interrupted(os.rename, dst, aside)
-    try:
-        retry_interrupted(os.rename, path, dst)
-    except OSError:
-        retry_interrupted(os.rename, aside, dst)
-        raise
-    retry_interrupted(os.rename, aside, path)

@@ -202,10 +202,26 @@ def to_path(typed: str | os.PathLike[str]) -> Path:
 
 
 def to_live_path(typed: str | os.PathLike[str]) -> Path:
-    """Return the path that a user wants to change: a local path or a URL, never a copy in a cache."""
-    if isinstance(typed, str) and _URL.match(typed):
-        return parse_url(typed)
-    return typed if isinstance(typed, Path) else Path(typed)
+    """Return the path that a user wants to change: a local path or a URL, never a copy in a cache.
+
+    Raises `Usage` for an invalid URL.
+    """
+    if not (isinstance(typed, str) and _URL.match(typed)):
+        return typed if isinstance(typed, Path) else Path(typed)
+    scheme, _, rest = typed.partition("://")
+    scheme = scheme.lower()
+    if scheme in ("file", "local"):
+        return Path(unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest))
+    if scheme == "hf":
+        rest = _SPECIAL_REVISION.sub(lambda found: "@" + quote(found[1], safe=""), rest)
+    parts = rest.rstrip("/").split("/")
+    if scheme == "memory":
+        parts = [part for part in parts if part]
+    path = RemotePath(f"{scheme}:", *parts)
+    if "://" in rest or not {"", ".", ".."}.isdisjoint(parts) or len(path.parts) < path._depth:
+        hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"
+        raise Usage(f"`{typed}` cannot be the location of a checkpoint", hint=hint)
+    return path
 
 
 def to_local_path(typed: str | os.PathLike[str]) -> Path:
@@ -286,21 +302,3 @@ def map_in_parallel(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
 
     with ThreadPoolExecutor(REMOTE_JOBS) as pool:
         return list(pool.map(function, items))
-
-
-def parse_url(url: str) -> Path:
-    """Return the path that a URL means; a local path for a local file. Raises `Usage` for an invalid URL."""
-    scheme, _, rest = url.partition("://")
-    scheme = scheme.lower()
-    if scheme in ("file", "local"):
-        return Path(unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest))
-    if scheme == "hf":
-        rest = _SPECIAL_REVISION.sub(lambda found: "@" + quote(found[1], safe=""), rest)
-    parts = rest.rstrip("/").split("/")
-    if scheme == "memory":
-        parts = [part for part in parts if part]
-    path = RemotePath(f"{scheme}:", *parts)
-    if "://" in rest or not {"", ".", ".."}.isdisjoint(parts) or len(path.parts) < path._depth:
-        hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"
-        raise Usage(f"`{url}` cannot be the location of a checkpoint", hint=hint)
-    return path

@@ -169,7 +169,14 @@ class OrderedWriter:
             except BaseException as error:
                 self.stop(error)
                 raise
-            following = self._advance_after(following[0])
+            # the piece after the written one is next, and may have arrived already
+            with self._changed:
+                self._require_no_error()
+                number = self._next[piece.name] = following[0].number + 1
+                following = self._early.pop((piece.name, number), None)
+                if following is not None:
+                    self._held -= len(following[1])
+                self._changed.notify_all()
 
     def stop(self, error: BaseException) -> None:
         """Raise an error in every thread that waits or comes later, and drop the early pieces."""
@@ -180,17 +187,6 @@ class OrderedWriter:
 
     def _is_next(self, piece: FilePiece) -> bool:
         return self._next.get(piece.name, 1) == piece.number
-
-    def _advance_after(self, written: FilePiece) -> tuple[FilePiece, memoryview] | None:
-        """Make the piece after a written one the next. Returns it if it has already arrived."""
-        with self._changed:
-            self._require_no_error()
-            self._next[written.name] = written.number + 1
-            following = self._early.pop((written.name, written.number + 1), None)
-            if following is not None:
-                self._held -= len(following[1])
-            self._changed.notify_all()
-        return following
 
     def _require_no_error(self) -> None:
         if self._error is not None:

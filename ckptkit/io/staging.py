@@ -145,8 +145,10 @@ class Stage:
                 raise
 
     def unlock_for_other_parts(self) -> None:
-        """Let other processes open the directory, too, to write other parts of the same output."""
-        self._release()
+        """Unlock the destination: other processes may open the directory, too, to write parts of the same output."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            release_lock(lock, lock_path(self.dst))
 
     def commit(self) -> None:
         """Move the content of `path` to the destination, durably. Never retries a failed fsync."""
@@ -154,25 +156,22 @@ class Stage:
             remove_path(self.notes_directory)
             if self.sync:
                 sync_directory_tree(self.path)
-            self._move_to_destination()
+            self._is_ours = False  # from here on `path` may be the old destination, which `discard` must not remove
+            try:
+                if self.is_file:
+                    (only_entry,) = self.path.iterdir()
+                    move_file_into_place(only_entry, self.dst, self.overwrite)
+                else:
+                    move_directory_into_place(self.path, self.dst, self.overwrite)
+            except Exception:
+                self._is_ours = True
+                raise
             if self.sync:
                 sync_path(self.dst.parent)
         # `path` is now the old destination; if removing it fails, the next run does it
         with suppress(OSError):
             remove_path(self.path)
         self.unlock_for_resume()
-
-    def _move_to_destination(self) -> None:
-        self._is_ours = False  # from here on `path` may be the old destination, which `discard` must not remove
-        try:
-            if self.is_file:
-                (only_entry,) = self.path.iterdir()
-                move_file_into_place(only_entry, self.dst, self.overwrite)
-            else:
-                move_directory_into_place(self.path, self.dst, self.overwrite)
-        except Exception:
-            self._is_ours = True
-            raise
 
     def discard(self) -> None:
         """Remove the unfinished output, if there is any. The destination stays unchanged."""
@@ -187,12 +186,7 @@ class Stage:
         """Unlock the unfinished output, so that another process can resume it."""
         claimed, self._claim = self._claim, None
         close_if_open(claimed)
-        self._release()
-
-    def _release(self) -> None:
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            release_lock(lock, lock_path(self.dst))
+        self.unlock_for_other_parts()
 
 
 def require_free_destination(dst: Path, overwrite: bool, *, is_file: bool = False) -> None:

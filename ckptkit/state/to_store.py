@@ -224,7 +224,6 @@ class OutputUpload:
         """Check that all data is sent, then send the remaining files and marks, and commit the output."""
         conversion = self.conversion
         assembly.send_remaining()
-        assembly.require_all_sent()
         pairs = zip(self.plans, ledgers, strict=True)
         copied = [check_all_units_written(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
         sums = {name: self.send_file(name, path) for name, path in conversion.copied_files.items()}
