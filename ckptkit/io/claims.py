@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -191,6 +191,21 @@ class UploadTarget:
     @property
     def _own(self) -> str:
         return self.path.key if self.is_file else prefix_below(self.path.key)
+
+
+@dataclass(slots=True)
+class StoreOutput:
+    """The arguments of every `Destination`, which describes them, and the target of its upload."""
+
+    path: RemotePath
+    sizes: Mapping[str, int]
+    marks: Sequence[str]
+    plan: str
+    is_file: bool = False
+
+    @property
+    def _place(self) -> UploadTarget:
+        return UploadTarget(self.path, self.is_file)
 
 
 def prefix_below(key: str) -> str:

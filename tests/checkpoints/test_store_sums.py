@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.stores.s3_destination import encode_crc32_base64
 from tests.command import ckptkit as cli
 from tests.io.contract import PART
 from tests.io.stores.test_s3_destination import place, simple, small_parts, source
@@ -81,7 +81,7 @@ def parts_of(content: bytes) -> str:
     parts = []
     for number, start in enumerate(range(0, len(content), PART), 1):
         part = content[start : start + (PART)]
-        crc = encode_crc32_base64(crc32(part))
+        crc = b64encode(crc32(part).to_bytes(4)).decode()
         parts.append(
             f"<Part><PartNumber>{number}</PartNumber><Size>{len(part)}</Size><ChecksumCRC32>{crc}</ChecksumCRC32></Part>"
         )

@@ -16,9 +16,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe
 from ckptkit.io.stores.hub import make_hub_client
-from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_errors
-
-_AGAIN = "run the same command again"
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, repository_url, translate_hub_errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +63,10 @@ def require_repository(repo_id: str, revision: str) -> HubRepository:
     files = {}
     for file in info.siblings or ():
         if file.size is None or file.blob_id is None:
-            raise Corrupt(f"the Hub returned no size or id of the file `{file.rfilename!a}`", path=info.id, hint=_AGAIN)
+            raise Corrupt(f"the Hub returned no size or id of the file `{file.rfilename!a}`", path=info.id, hint=AGAIN)
         files[file.rfilename] = HubFile(file.size, file.blob_id, file.lfs.sha256 if file.lfs else None)
     if info.sha is None:
-        raise Corrupt("the Hub returned no commit id", path=info.id, hint=_AGAIN)
+        raise Corrupt("the Hub returned no commit id", path=info.id, hint=AGAIN)
     return HubRepository(info.id, info.sha, bool(info.private), files)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import md5
@@ -16,11 +16,11 @@ from threading import Lock
 from typing import Any
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.io.claims import StoreClaim, UploadTarget
+from ckptkit.io.claims import StoreClaim, StoreOutput
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import Check
 from ckptkit.io.file import destination_exists_error
-from ckptkit.io.path import RemotePath, map_in_parallel
+from ckptkit.io.path import map_in_parallel
 from ckptkit.io.pieces import FilePiece, is_sent_in_pieces
 from ckptkit.io.stores.s3 import S3Bucket, find_crc32_in
 from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, Tolerating, error_code_of
@@ -44,18 +44,13 @@ class SentPart:
 
 
 @dataclass(slots=True)
-class S3Destination:
+class S3Destination(StoreOutput):
     """A `Destination` at a prefix of a bucket, or at a single key.
 
     After `claim`, `has_conditions` and `has_checksums` are the store's features, `resumed` says whether the upload
     continues an earlier one, and `whole` has the CRC-32 of the large objects that are complete.
     """
 
-    path: RemotePath
-    sizes: Mapping[str, int]
-    marks: Sequence[str]
-    plan: str
-    is_file: bool = False
     has_conditions: bool = True
     has_checksums: bool = True
     lists_uploads: bool = True
@@ -64,7 +59,6 @@ class S3Destination:
     kept_bytes: int = 0
     whole: dict[str, int] = field(default_factory=dict)
     _bucket: S3Bucket = field(init=False)
-    _place: UploadTarget = field(init=False)
     _uploads: dict[str, str] = field(default_factory=dict)
     _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
     _there: dict[str, int] = field(default_factory=dict)
@@ -73,7 +67,6 @@ class S3Destination:
 
     def __post_init__(self) -> None:
         self._bucket = S3Bucket(self.path.store_root)
-        self._place = UploadTarget(self.path, self.is_file)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Claim the prefix for this upload; see `Destination`."""
@@ -85,10 +78,7 @@ class S3Destination:
             self.abort_and_delete_claim()
         self.resumed = begun is not None and begun.plan == self.plan
         if begun is None or not self.resumed or begun.uploads is None:
-            self._start_new_upload(
-                overwrite=overwrite,
-                first=check() if begun is None and overwrite and self._existing_file_sizes() else (),
-            )
+            self._start_new_upload(overwrite=overwrite, check=check if begun is None else lambda: ())
         else:
             self._resume_from_claim(begun)
 
@@ -196,7 +186,17 @@ class S3Destination:
 
     def commit(self) -> None:
         """Delete the notes and the claim: the upload is complete."""
-        self._abort_strays()
+        # abort uploads of our files that no claim names: the response with their ids was lost
+        keys = {self._place.object_key(name) for name, size in self.sizes.items() if is_sent_in_pieces(size)}
+        try:
+            uploads = list_uploads(self._bucket, self._place.object_key("")) if keys else []
+        except IOFailure as error:
+            if error_code_of(error) not in _NO_LISTS:
+                raise
+            self.lists_uploads, uploads = False, []
+        for upload in uploads:
+            if upload.key in keys:
+                abort_upload(self._bucket, upload.key, upload.upload)
         for key in (*list_objects(self._bucket, self._place.notes_prefix), self._place.claim_key):
             self._bucket.call_operation("delete_object", key)
 
@@ -210,32 +210,27 @@ class S3Destination:
             abort_upload(self._bucket, self._place.object_key(name), upload)
         self._uploads = {}
 
-    def _abort_strays(self) -> None:
-        """Abort uploads of our files that no claim names: the response with their ids was lost."""
-        keys = {self._place.object_key(name) for name, size in self.sizes.items() if is_sent_in_pieces(size)}
-        try:
-            uploads = list_uploads(self._bucket, self._place.object_key("")) if keys else []
-        except IOFailure as error:
-            if error_code_of(error) not in _NO_LISTS:
-                raise
-            self.lists_uploads = False
-            return
-        for upload in uploads:
-            if upload.key in keys:
-                abort_upload(self._bucket, upload.key, upload.upload)
-
     def _add_to_counts(self, *, sent: int = 0, kept: int = 0) -> None:
         with self._lock:
             self.sent_bytes += sent
             self.kept_bytes += kept
 
-    def _start_new_upload(self, *, overwrite: bool, first: Iterable[str]) -> None:
+    def _start_new_upload(self, *, overwrite: bool, check: Check) -> None:
         existing = self._existing_file_sizes()
         if existing and not overwrite:
             raise destination_exists_error(self.path)
+        first = check() if existing else ()
         if not self.resumed:
             self._create_claim()
-        self._probe_features()
+        # the claim exists, so a store with conditional writes refuses another one
+        with Tolerating(TAKEN):
+            self._put_claim(None, _ONLY_NEW)
+            self.has_conditions = False
+        asked = self._bucket.call_operation("head_object", self._place.claim_key, ChecksumMode="ENABLED")
+        # some stores merely return every header that they received
+        unasked = self._bucket.call_operation("head_object", self._place.claim_key)
+        self._tag = str(unasked["ETag"])
+        self.has_checksums = self.has_checksums and find_crc32_in(asked) is not None and find_crc32_in(unasked) is None
         # delete the marks first, so that no reader sees a checkpoint with missing files
         for name in dict.fromkeys([*(name for name in (*first, *self.marks) if name in existing), *existing]):
             self._call("delete_object", name)
@@ -338,18 +333,6 @@ class S3Destination:
             self.has_checksums = False
             self._put_claim(None, _ONLY_NEW)
 
-    def _probe_features(self) -> None:
-        """Find out the store's features: whether it refuses a second claim, and computes checksums."""
-        with Tolerating(TAKEN):
-            # the claim exists, so a store with conditional writes refuses this
-            self._put_claim(None, _ONLY_NEW)
-            self.has_conditions = False
-        asked = self._bucket.call_operation("head_object", self._place.claim_key, ChecksumMode="ENABLED")
-        # some stores merely return every header that they received
-        unasked = self._bucket.call_operation("head_object", self._place.claim_key)
-        self._tag = str(unasked["ETag"])
-        self.has_checksums = self.has_checksums and find_crc32_in(asked) is not None and find_crc32_in(unasked) is None
-
     def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
         known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
         data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
@@ -377,7 +360,9 @@ class S3Destination:
         return {"ChecksumAlgorithm": "CRC32", **checksum} if checksum else {}
 
     def _checksum_argument(self, crc: int | None) -> dict[str, str]:
-        return {} if crc is None or not self.has_checksums else {"ChecksumCRC32": encode_crc32_base64(crc)}
+        if crc is None or not self.has_checksums:
+            return {}
+        return {"ChecksumCRC32": b64encode(crc.to_bytes(4)).decode()}
 
 
 def is_same_part(part: SentPart, data: memoryview, crc: int) -> bool:
@@ -397,7 +382,3 @@ def retry_on_conflict(request: Callable[[], object]) -> None:
                 raise
         else:
             return
-
-
-def encode_crc32_base64(crc: int) -> str:
-    return b64encode(crc.to_bytes(4)).decode()

@@ -78,34 +78,26 @@ def to_s3_error(error: BaseException, path: Path) -> IOFailure:
 
     Returns `NoRoom` if the store is full; names the bucket instead of the object if the bucket is at fault.
     """
-    reason, code = reason_line_of(error), error_code_of(error)
-    message, hint = message_and_hint(error, code)
-    if (message, hint) == _FULL:
-        return NoRoom(f"{message}: {reason}", path=path, hint=hint)
+    answer, code = response_of(error), error_code_of(error)
+    message: str
+    hint: str | None
+    if code:
+        message, hint = _REFUSALS.get(code, ("the store refuses", None))
+    elif "Invalid endpoint" in str(error):
+        message, hint = "AWS_ENDPOINT_URL is not a URL", "write it like https://host:port"
+    else:
+        names = (kind.__name__ for cause in error_chain(error) for kind in type(cause).__mro__)
+        message, hint = next((_LIBRARY[name] for name in names if name in _LIBRARY), _NO_RESPONSE)
+    kind = NoRoom if (message, hint) == _FULL else IOFailure
+    where = type(path)(*path.parts[:2]) if (message, hint) in (_BUCKET, _ELSEWHERE) else path
     if (message, hint) == _ELSEWHERE:
-        answer = response_of(error)
         headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
         region = headers.get("x-amz-bucket-region") or answer.get("Error", {}).get("Region")
-        where = f"the bucket is in {region}" if region else message
+        message = f"the bucket is in {region}" if region else message
         hint = _REGION.format(region=region or "the region of the bucket")
-        return IOFailure(f"{where}: {reason}", path=bucket_path_of(path), hint=hint)
-    is_of_bucket = (message, hint) == _BUCKET
-    return IOFailure(f"{message}: {reason}", path=bucket_path_of(path) if is_of_bucket else path, hint=hint)
-
-
-def message_and_hint(error: BaseException, code: str) -> tuple[str, str | None]:
-    """Return the message and the hint for an error."""
-    if code:
-        return _REFUSALS.get(code, ("the store refuses", None))
-    known_errors = (
-        _LIBRARY[kind.__name__]
-        for cause in error_chain(error)
-        for kind in type(cause).__mro__
-        if kind.__name__ in _LIBRARY
-    )
-    if "Invalid endpoint" in str(error):
-        return "AWS_ENDPOINT_URL is not a URL", "write it like https://host:port"
-    return next(known_errors, _NO_RESPONSE)
+    reason = str(answer.get("Error", {}).get("Message") or "") or str(error)
+    line = next(iter(reason.strip().splitlines()), "") or type(error).__name__
+    return kind(f"{message}: {line}", path=where, hint=hint)
 
 
 def error_code_of(error: BaseException | None) -> str:
@@ -126,16 +118,6 @@ class Tolerating(AbstractContextManager[None, bool]):
 def has_no_reason(error: BaseException) -> bool:
     """Return whether a store refused without a message, as stores do for every HEAD request."""
     return error_code_of(error) in _CODES_WITHOUT_REASON
-
-
-def reason_line_of(error: BaseException) -> str:
-    """Return the message of the store or the library, in one line."""
-    text = str(response_of(error).get("Error", {}).get("Message") or "") or str(error)
-    return next(iter(text.strip().splitlines()), "") or type(error).__name__
-
-
-def bucket_path_of(path: Path) -> Path:
-    return type(path)(*path.parts[:2])
 
 
 def response_of(error: BaseException | None) -> dict[str, Any]:

@@ -13,25 +13,28 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from huggingface_hub import constants
+from huggingface_hub.utils import hf_raise_for_status, http_backoff
+
 from ckptkit.errors import IOFailure, Occupied, Unsupported, Usage, errors_at
-from ckptkit.io.claims import StoreClaim, UploadTarget
+from ckptkit.io.claims import StoreClaim
 from ckptkit.io.destination import CLAIM, Check
 from ckptkit.io.file import destination_exists_error, read_small
 from ckptkit.io.path import RemotePath, drop_cached_listing
 from ckptkit.io.pieces import is_sent_in_pieces
-from ckptkit.io.stores.hub import parse_repository_path
+from ckptkit.io.stores.hub import make_hub_client, parse_repository_path, request_headers
 from ckptkit.io.stores.hub_calls import HubRepository, find_repository, require_token, silenced_hub_client
-from ckptkit.io.stores.hub_errors import AGAIN, MAIN, repository_url
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, as_line_without_token, repository_url, translate_hub_errors
 from ckptkit.plugins.hub_writing.calls import (
     BUCKET,
+    NDJSON,
     Line,
     StoredFile,
-    change_bucket,
     create_bucket,
     is_private_bucket,
-    list_bucket,
     request_xet_access,
     stored_files_among,
+    to_json_lines,
 )
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, require_session_class
 
@@ -206,8 +209,24 @@ class HubBucketDestination(XetDestination):
         self._apply_operations([add_file_operation(self._place.claim_key, self._claim)])
 
     def _apply_operations(self, lines: Sequence[Line]) -> None:
+        """Add and delete files of the bucket. Raises `IOFailure` if some of the changes failed.
+
+        Each file is changed completely or not at all, but the changes are not one transaction.
+        https://huggingface.co/docs/hub/storage-buckets
+        """
+        address = f"{constants.ENDPOINT}/api/{BUCKET}/{self._id}/batch"
         for start in range(0, len(lines), _MOST):
-            change_bucket(self._id, lines[start : start + _MOST])
+            batch = lines[start : start + _MOST]
+            with translate_hub_errors(self._id):
+                headers = request_headers() | NDJSON
+                response = http_backoff("POST", address, headers=headers, content=to_json_lines(batch))
+                failed = response.json().get("failed") if response.status_code in (200, 422) else None
+                if failed:
+                    why = as_line_without_token(str(failed[0].get("error")))
+                    message = f"the Hub did not change {len(failed)} of {len(batch)} files: {why}"
+                    path = f"hf://{BUCKET}/{self._id}/{failed[0].get('path')}"
+                    raise IOFailure(message, path=path, hint=AGAIN)
+                hf_raise_for_status(response)
 
     def _list_files(self) -> dict[str, StoredFile]:
         """Return the files in the bucket by name, without the claim."""
@@ -215,17 +234,17 @@ class HubBucketDestination(XetDestination):
             (name,) = self.sizes
             described = stored_files_among(self._id, [self.path.key])
             return {name: described[self.path.key]} if described else {}
-        listed = list_bucket(self._id, self.path.key)
+        base = f"{self.path.key}/"
+        with translate_hub_errors(self._id):
+            tree = make_hub_client().list_bucket_tree(self._id, prefix=self.path.key, recursive=True)
+            files = [item for item in tree if item.type == "file" and item.path.startswith(base)]
+        listed = {file.path.removeprefix(base): StoredFile(file.size, file.xet_hash) for file in files}
         listed.pop(CLAIM, None)
         return listed
 
     @property
     def _id(self) -> str:
         return bucket_id_of(self.path)
-
-    @property
-    def _place(self) -> UploadTarget:
-        return UploadTarget(self.path, self.is_file)
 
 
 def add_file_operation(key: str, sent: XetFile) -> Line:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -12,13 +12,13 @@ from urllib.parse import quote
 from huggingface_hub import constants
 from huggingface_hub.utils import get_session, hf_raise_for_status, http_backoff
 
-from ckptkit.errors import IOFailure, NotACheckpoint, Unsupported
+from ckptkit.errors import NotACheckpoint, Unsupported
 from ckptkit.io.stores.hub import make_hub_client, request_headers
-from ckptkit.io.stores.hub_errors import AGAIN, MAIN, as_line_without_token, translate_hub_errors
+from ckptkit.io.stores.hub_errors import MAIN, translate_hub_errors
 
 MODEL, BUCKET = "models", "buckets"  # kinds of repositories in the Hub's API
 _SAMPLE = 512  # first bytes of a file, from which the Hub decides whether it is text
-_NDJSON = {"Content-Type": "application/x-ndjson"}
+NDJSON = {"Content-Type": "application/x-ndjson"}
 
 Line = dict[str, Any]  # one line of a request that changes several files
 
@@ -84,7 +84,7 @@ def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: 
     address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/commit/{quote(revision, safe='')}"
     with translate_hub_errors(repo_id, revision):
         response = get_session().post(
-            address, headers=request_headers() | _NDJSON, content=to_json_lines([header, *lines])
+            address, headers=request_headers() | NDJSON, content=to_json_lines([header, *lines])
         )
         hf_raise_for_status(response)
         return str(response.json()["commitOid"])
@@ -105,42 +105,11 @@ def create_bucket(bucket_id: str) -> None:
         make_hub_client().create_bucket(bucket_id, private=True)
 
 
-def list_bucket(bucket_id: str, prefix: str) -> dict[str, StoredFile]:
-    """Return all files below a folder of a bucket, by their names relative to it."""
-    base = f"{prefix}/"
-    with translate_hub_errors(bucket_id):
-        tree = make_hub_client().list_bucket_tree(bucket_id, prefix=prefix, recursive=True)
-        files = [item for item in tree if item.type == "file"]
-    return {
-        file.path.removeprefix(base): StoredFile(file.size, file.xet_hash)
-        for file in files
-        if file.path.startswith(base)
-    }
-
-
 def stored_files_among(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
     """Return the existing files among these paths of a bucket, by path."""
     with translate_hub_errors(bucket_id):
         files = list(make_hub_client().get_bucket_paths_info(bucket_id, list(paths)))
     return {file.path: StoredFile(file.size, file.xet_hash) for file in files}
-
-
-def change_bucket(bucket_id: str, lines: Sequence[Line]) -> None:
-    """Add and delete files of a bucket. Raises `IOFailure` if some of the changes failed.
-
-    Each file is changed completely or not at all, but the changes are not one transaction.
-    https://huggingface.co/docs/hub/storage-buckets
-    """
-    with translate_hub_errors(bucket_id):
-        address = f"{constants.ENDPOINT}/api/{BUCKET}/{bucket_id}/batch"
-        response = http_backoff("POST", address, headers=request_headers() | _NDJSON, content=to_json_lines(lines))
-        failed = response.json().get("failed") if response.status_code in (200, 422) else None
-        if failed:
-            first = failed[0]
-            why = as_line_without_token(str(first.get("error")))
-            message = f"the Hub did not change {len(failed)} of {len(lines)} files: {why}"
-            raise IOFailure(message, path=f"hf://{BUCKET}/{bucket_id}/{first.get('path')}", hint=AGAIN)
-        hf_raise_for_status(response)
 
 
 def to_json_lines(lines: Iterable[Line]) -> bytes:

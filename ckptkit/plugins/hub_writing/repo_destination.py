@@ -16,7 +16,6 @@ from pathlib import PurePosixPath
 from threading import Lock
 
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
-from ckptkit.io.claims import UploadTarget
 from ckptkit.io.destination import Check
 from ckptkit.io.file import destination_exists_error
 from ckptkit.io.pieces import is_sent_in_pieces
@@ -88,7 +87,7 @@ class HubRepoDestination(XetDestination):
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
         """Send a full file to the storage, or keep it for the commit if the Hub stores it in git."""
-        key, repository = self._repository_key(name), self._repository
+        key, repository = self._place.object_key(name), self._repository
         if len(content) > _INLINE or is_stored_in_lfs(repository.repo_id, self._branch, key, bytes(content)):
             self._files.put_small_file(name, content)
             return
@@ -118,7 +117,10 @@ class HubRepoDestination(XetDestination):
             if repository.head is None:
                 create_branch(repository.repo_id, repository.revision, basis.commit)
             self.made = self._commit(repository, basis, lines) if lines else ""
-            self._require_same(require_repository(repository.repo_id, self.made or basis.commit))
+            listed = require_repository(repository.repo_id, self.made or basis.commit)
+            for name, (expected, found) in self._differences(listed).items():
+                message = f"the Hub has other bytes: expected {expected}; found {found}"
+                raise Corrupt(message, path=self.path / name, hint="run the same command again with --overwrite")
 
     def remarks_on_upload(self) -> list[str]:
         """Return the commit that contains the files."""
@@ -143,7 +145,7 @@ class HubRepoDestination(XetDestination):
         passed.
         """
         if prospect.head is None:
-            base = "" if self.is_file else self._repository_key("")
+            base = "" if self.is_file else self._place.object_key("")
             keys = prospect.basis.files if prospect.basis and not self.is_file else {}
             return frozenset(key.removeprefix(base) for key in keys if key.startswith(base) and key not in _OF_GIT)
         names = frozenset(check())
@@ -154,7 +156,7 @@ class HubRepoDestination(XetDestination):
     def _require_free(self, names: Iterable[str], prospect: TargetRepository) -> None:
         """Raise `Occupied` if files of these names exist and must not be replaced."""
         files = prospect.head.files if prospect.head else {}
-        keys = {self._repository_key(name): name for name in names}
+        keys = {self._place.object_key(name): name for name in names}
         above = {str(folder) for key in keys for folder in PurePosixPath(key).parents}
         below = tuple(f"{key}/" for key in keys)
         blocked = next((key for key in files if key in above or key.startswith(below)), None)
@@ -173,13 +175,13 @@ class HubRepoDestination(XetDestination):
         for name, sent in sorted(self._files.sent.items()):
             if name in changed:
                 stored = {"algo": "sha256", "oid": sent.sha256, "size": sent.nbytes}
-                yield {"key": "lfsFile", "value": {"path": self._repository_key(name), **stored}}
+                yield {"key": "lfsFile", "value": {"path": self._place.object_key(name), **stored}}
         for name, data in sorted(self._inline.items()):
             if name in changed:
                 self._inline_bytes += len(data)
                 content = {"content": b64encode(data).decode(), "encoding": "base64"}
-                yield {"key": "file", "value": {"path": self._repository_key(name), **content}}
-        for key in map(self._repository_key, sorted(self._replaced.difference(self._names))):
+                yield {"key": "file", "value": {"path": self._place.object_key(name), **content}}
+        for key in map(self._place.object_key, sorted(self._replaced.difference(self._names))):
             if key in basis.files:
                 yield {"key": "deletedFile", "value": {"path": key}}
 
@@ -198,25 +200,16 @@ class HubRepoDestination(XetDestination):
                 raise
             return head.commit
 
-    def _require_same(self, repository: HubRepository) -> None:
-        """Raise `Corrupt` unless the Hub lists every file with its size and checksum."""
-        for name, (expected, found) in self._differences(repository).items():
-            message = f"the Hub has other bytes: expected {expected}; found {found}"
-            raise Corrupt(message, path=self.path / name, hint="run the same command again with --overwrite")
-
     def _differences(self, repository: HubRepository) -> dict[str, tuple[str, str]]:
         """Return size and checksum, as sent and as listed, of each file that the Hub lists differently, by name."""
         expected = {name: describe_file(sent.nbytes, sent.sha256) for name, sent in self._files.sent.items()}
         expected |= {name: describe_file(len(data), oid=git_blob_id(data)) for name, data in self._inline.items()}
-        listed = {name: repository.files.get(self._repository_key(name)) for name in expected}
+        listed = {name: repository.files.get(self._place.object_key(name)) for name in expected}
         found = {
             name: describe_file(file.nbytes, file.sha256, file.oid) if file else "no such file"
             for name, file in listed.items()
         }
         return {name: (words, found[name]) for name, words in expected.items() if words != found[name]}
-
-    def _repository_key(self, name: str) -> str:
-        return UploadTarget(self.path, self.is_file).object_key(name)
 
 
 def describe_file(nbytes: int, sha256: str | None = None, oid: str = "") -> str:

@@ -9,7 +9,7 @@ https://huggingface.co/docs/xet
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from huggingface_hub import constants
 
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
+from ckptkit.io.claims import StoreOutput
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import FilePiece, OrderedWriter
@@ -26,14 +27,9 @@ from ckptkit.plugins.hub_writing.calls import XetAccess
 
 
 @dataclass(slots=True)
-class XetDestination(ABC):
+class XetDestination(StoreOutput, ABC):
     """A `Destination` on the Hub, without the steps that make its files visible."""
 
-    path: RemotePath
-    sizes: Mapping[str, int]
-    marks: Sequence[str]
-    plan: str
-    is_file: bool = False
     _files: XetFiles = field(init=False, repr=False)
     _quiet: ExitStack = field(init=False, repr=False)  # silences the output of the libraries during the upload
 

@@ -13,7 +13,7 @@ from ckptkit.errors import IOFailure, Usage
 from ckptkit.plugins.object_stores.errors import has_no_error_code, is_missing_object_error, to_object_store_error
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, PutMode, PutResult, UpdateVersion
+    from obstore import ObjectMeta, PutResult, UpdateVersion
     from obstore.store import ObjectStore
 
 T = TypeVar("T")
@@ -45,17 +45,21 @@ class ObjectBucket:
 
         self._call(key, lambda: put(self.store, key, data, chunk_size=_AT_ONCE))
 
-    def try_create_object(self, key: str, data: bytes | bytearray | memoryview) -> PutResult | None:
-        """Create an object in one request. Returns None, and changes nothing, if the object exists."""
-        from obstore.exceptions import AlreadyExistsError
+    def try_put_object(self, key: str, data: bytes | bytearray | memoryview, seen: UpdateVersion | None = None) -> bool:
+        """Create an object in one request or, with `seen`, replace it if it still has this version.
 
-        return self._put_if_allowed(key, data, "create", AlreadyExistsError)
+        Returns False, and changes nothing, if the object exists, or if its version has changed.
+        """
+        from obstore import put
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-    def try_replace_object(self, key: str, data: bytes, seen: UpdateVersion) -> PutResult | None:
-        """Replace an object in one request if its version is still `seen`. Returns None if it changed."""
-        from obstore.exceptions import PreconditionError
+        def try_put() -> bool:
+            with suppress(AlreadyExistsError if seen is None else PreconditionError):
+                put(self.store, key, data, mode="create" if seen is None else seen)
+                return True
+            return False
 
-        return self._put_if_allowed(key, data, seen, PreconditionError)
+        return self._call(key, try_put)
 
     def find_object_meta(self, key: str) -> ObjectMeta | None:
         """Return size and version of an object; None if it does not exist."""
@@ -69,7 +73,9 @@ class ObjectBucket:
 
         def ask() -> tuple[bytes, UpdateVersion]:
             result = get(self.store, key)
-            return bytes(result.bytes()), version_of(result.meta)
+            known = {"e_tag": result.meta["e_tag"], "version": result.meta["version"]}
+            version = {name: value for name, value in known.items() if value is not None}
+            return bytes(result.bytes()), cast("UpdateVersion", version)
 
         return self._call_or_none(key, ask)
 
@@ -97,18 +103,6 @@ class ObjectBucket:
     def to_ckpt_error(self, error: Exception, key: str) -> IOFailure:
         """Return the `CkptError` for an exception of obstore."""
         return to_object_store_error(fetch_error_detail(self.store, error), self.root / key)
-
-    def _put_if_allowed(
-        self, key: str, data: bytes | bytearray | memoryview, mode: PutMode, refusal: type[Exception]
-    ) -> PutResult | None:
-        from obstore import put
-
-        def put_or_none() -> PutResult | None:
-            with suppress(refusal):
-                return put(self.store, key, data, mode=mode)
-            return None
-
-        return self._call(key, put_or_none)
 
     def _call_or_none(self, key: str, request: Callable[[], T]) -> T | None:
         def find_object() -> T | None:
@@ -232,9 +226,3 @@ def fetch_error_detail(store: ObjectStore, error: Exception) -> Exception:
         except Exception as other:  # noqa: BLE001 - as many kinds as the first
             return other
     return error
-
-
-def version_of(found: ObjectMeta) -> UpdateVersion:
-    """Return the ETag and version of an object, if the store reports them."""
-    known = {"e_tag": found["e_tag"], "version": found["version"]}
-    return cast("UpdateVersion", {name: value for name, value in known.items() if value is not None})

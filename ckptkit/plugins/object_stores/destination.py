@@ -8,18 +8,18 @@ send, so ckptkit compares sizes. Notes next to the claim record for a later atte
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
 
 from ckptkit.errors import IOFailure, Occupied, Unsupported
-from ckptkit.io.claims import StoreClaim, UploadTarget
+from ckptkit.io.claims import StoreClaim, StoreOutput
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.destination import Check
 from ckptkit.io.file import destination_exists_error
-from ckptkit.io.path import RemotePath, map_in_parallel
+from ckptkit.io.path import map_in_parallel
 from ckptkit.io.pieces import FilePiece, OrderedWriter, is_sent_in_pieces, piece_size_for
 from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
 from ckptkit.words import command_line
@@ -38,24 +38,18 @@ class SentFile:
 
 
 @dataclass(slots=True)
-class ObjectDestination:
+class ObjectDestination(StoreOutput):
     """A prefix of a bucket or container, or a single key: a `Destination`.
 
     After `claim`, `resumed` is true if an earlier upload of the same files continues; `whole` has the large files that
     are complete.
     """
 
-    path: RemotePath
-    sizes: Mapping[str, int]
-    marks: Sequence[str]
-    plan: str
-    is_file: bool = False
     resumed: bool = False
     sent_bytes: int = 0
     kept_bytes: int = 0
     whole: dict[str, SentFile] = field(default_factory=dict)
     _bucket: ObjectBucket = field(init=False)
-    _place: UploadTarget = field(init=False)
     _ordered: OrderedWriter = field(init=False)
     _owner: str = field(default_factory=lambda: uuid4().hex)
     _streams: dict[str, ObjectStream] = field(default_factory=dict)
@@ -65,7 +59,6 @@ class ObjectDestination:
 
     def __post_init__(self) -> None:
         self._bucket = ObjectBucket(self.path.store_root)
-        self._place = UploadTarget(self.path, self.is_file)
         self._ordered = OrderedWriter(self._write_piece)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
@@ -134,7 +127,7 @@ class ObjectDestination:
         self._require_sizes()
         self._require_claim()
         key = self._place.object_key(name)
-        if self._bucket.try_create_object(key, content) is not None:
+        if self._bucket.try_put_object(key, content):
             self._add_sent_file(name, len(content), len(content))
         elif (existing := self._bucket.find_content_and_version(key)) is None or existing[0] != content:
             raise self._occupied_error(name)
@@ -165,7 +158,7 @@ class ObjectDestination:
             raise destination_exists_error(self.path)
         first = list(check()) if existing else []
         claim = StoreClaim.begin(self.plan, owner=self._owner)
-        if self._bucket.try_create_object(self._place.claim_key, claim.to_bytes()) is None:
+        if not self._bucket.try_put_object(self._place.claim_key, claim.to_bytes()):
             previous = self._read_claim()
             # our own claim may exist: the response to a first request was lost
             if previous is None or previous[0].owner != self._owner:
@@ -175,7 +168,7 @@ class ObjectDestination:
     def _take_over_upload(self, previous: StoreClaim, seen: UpdateVersion) -> None:
         """Resume an upload and take over its claim. A process that still works on it loses the claim."""
         ours = replace(StoreClaim.begin(self.plan, owner=self._owner), started=previous.started)
-        if self._bucket.try_replace_object(self._place.claim_key, ours.to_bytes(), seen) is None:
+        if not self._bucket.try_put_object(self._place.claim_key, ours.to_bytes(), seen):
             self._require_claim()
         self.resumed = True
         existing = self._existing_files()
@@ -215,7 +208,10 @@ class ObjectDestination:
         result = self._streams[name].finish()
         with self._lock:
             del self._streams[name]
-        self._require_size(name)
+        meta = self._bucket.find_object_meta(self._place.object_key(name))
+        if meta is None or meta["size"] != self.sizes[name]:
+            message = f"expected {self.sizes[name]} bytes, found {meta['size'] if meta else 'no object'}"
+            raise IOFailure(message, path=self.path / name, hint="delete this object, then run the same command again")
         sent = SentFile(self.sizes[name], self._sums[name], (result["e_tag"] or "").strip('"'))
         self.whole[name] = sent
         self._bucket.put_object(self._note_key(name), json.dumps([sent.nbytes, sent.crc32, sent.tag]).encode())
@@ -234,12 +230,6 @@ class ObjectDestination:
                 message = f"expected {size} bytes, found {'no object' if found_size is None else found_size}"
                 hint = "something else writes here: run the same command again"
                 raise IOFailure(message, path=self.path / name, hint=hint)
-
-    def _require_size(self, name: str) -> None:
-        meta = self._bucket.find_object_meta(self._place.object_key(name))
-        if meta is None or meta["size"] != self.sizes[name]:
-            message = f"expected {self.sizes[name]} bytes, found {meta['size'] if meta else 'no object'}"
-            raise IOFailure(message, path=self.path / name, hint="delete this object, then run the same command again")
 
     def _require_claim(self) -> None:
         """Raise `Occupied` if another process has taken over the destination."""

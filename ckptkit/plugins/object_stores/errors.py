@@ -101,20 +101,18 @@ def to_object_store_error(error: BaseException, path: Path) -> IOFailure:
 
     It is `NoRoom` if the store is full. The error names the bucket instead of the object if the bucket is the cause.
     """
-    message, hint = message_and_hint_of(error)
+    status = http_status_in(error)
+    by_library = (answer for text, answer in LIBRARY if text in str(error))
+    known = REFUSALS.get(error_code_in(error)) or next(by_library, None) or REFUSALS.get(status)
+    message, hint = known or (("the store refuses", _AGAIN) if status else _MUTE)
+    match = _MESSAGE.search(str(error))
+    reason = next(iter((match[1] if match else str(error)).strip().splitlines()), "").rpartition(" - ")[2]
     words = _WORDS.get(path.parts[0].removesuffix(":"), _WORDS["gs"])
     kind = NoRoom if (message, hint) == _FULL else IOFailure
     is_of_bucket = (message, hint) in (_BUCKET, _BAD_NAME)
     where = type(path)(*path.parts[:2]) if is_of_bucket else path
-    return kind(f"{message.format_map(words)}: {reason_line_in(error)}", path=where, hint=hint.format_map(words))
-
-
-def message_and_hint_of(error: BaseException) -> tuple[str, str]:
-    """Return the message and the hint for an error."""
-    status = http_status_in(error)
-    by_library = (words for text, words in LIBRARY if text in str(error))
-    known = REFUSALS.get(error_code_in(error)) or next(by_library, None) or REFUSALS.get(status)
-    return known or (("the store refuses", _AGAIN) if status else _MUTE)
+    text = f"{message.format_map(words)}: {reason or type(error).__name__}"
+    return kind(text, path=where, hint=hint.format_map(words))
 
 
 def error_code_in(error: BaseException) -> str:
@@ -137,11 +135,3 @@ def has_no_error_code(error: BaseException) -> bool:
 def is_missing_object_error(error: BaseException) -> bool:
     """Return whether an error says that the object does not exist, while its bucket exists."""
     return isinstance(error, FileNotFoundError) and error_code_in(error) in _NO_OBJECT
-
-
-def reason_line_in(error: BaseException) -> str:
-    """Return the message of the store or the library, in one line."""
-    match = _MESSAGE.search(str(error))
-    text = match[1] if match else str(error)
-    line = next(iter(text.strip().splitlines()), "")
-    return line.rpartition(" - ")[2] or type(error).__name__

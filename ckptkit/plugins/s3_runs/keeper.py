@@ -130,13 +130,19 @@ class S3Keeper:
         return (*reasons_to_keep(checkpoint), *self._watches_on(checkpoint))
 
     def pin(self, checkpoint: Path) -> None:
-        """Write the pin object, then check that no deletion started before it."""
+        """Write the pin object, then wait for a deletion that started before it, at most `_PATIENCE` seconds."""
         self.drop_cached_listings()
         require_complete_checkpoint(checkpoint)
         was_pinned = is_pinned(checkpoint)
         self.bucket.call_operation("put_object", self._pin_key(checkpoint), Body=b"")
         try:
-            self._wait_for_deletion(checkpoint)
+            last = time.monotonic() + _PATIENCE
+            while self.is_being_deleted(checkpoint):
+                if time.monotonic() > last:
+                    hint = f"wait for it to end; if it was killed, delete {checkpoint / CLAIM} to keep the checkpoint"
+                    raise Occupied("another process is deleting this checkpoint", path=checkpoint, hint=hint)
+                time.sleep(_PAUSE)
+            self.drop_cached_listings()
             require_complete_checkpoint(checkpoint)
         except CkptError:
             if not was_pinned:
@@ -170,16 +176,6 @@ class S3Keeper:
         """Return whether a deletion has claimed a checkpoint, from the store and not from a cache."""
         claim = self._read_claim(checkpoint)
         return claim is not None and claim.is_deletion
-
-    def _wait_for_deletion(self, checkpoint: Path) -> None:
-        """Wait until no deletion claims a checkpoint. Raises `Occupied` if it takes longer than `_PATIENCE`."""
-        last = time.monotonic() + _PATIENCE
-        while self.is_being_deleted(checkpoint):
-            if time.monotonic() > last:
-                hint = f"wait for it to end; if it was killed, delete {checkpoint / CLAIM} to keep the checkpoint"
-                raise Occupied("another process is deleting this checkpoint", path=checkpoint, hint=hint)
-            time.sleep(_PAUSE)
-        self.drop_cached_listings()
 
     def _claim_for_deletion(self, checkpoint: Path) -> StoreClaim | None:
         """Claim a checkpoint for its deletion. Return the claim that exists then: ours, or another.

@@ -63,13 +63,18 @@ def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
     waiting = list(keys)
     for pause in (*_PAUSES, None):
         try:
-            refused = delete_batch(bucket, waiting)
+            wanted = {"Objects": [{"Key": key} for key in waiting], "Quiet": True}
+            answer = bucket.call_operation("delete_objects", Delete=wanted)
         except IOFailure as error:
             if error_code_of(error) not in _NO_BATCHES:
                 raise
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(partial(bucket.call_operation, "delete_object"), waiting))
             return
+        refused = {
+            str(error["Key"]): StoreRefused(str(error.get("Code", "")), str(error.get("Message", "")))
+            for error in answer.get("Errors", ())
+        }
         waiting = [key for key in waiting if key in refused]
         if not waiting:
             return
@@ -77,15 +82,6 @@ def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
         if lasting is not None:
             raise to_s3_error(refused[lasting], bucket.root / lasting) from refused[lasting]
         time.sleep(pause or 0)
-
-
-def delete_batch(bucket: S3Bucket, keys: Sequence[str]) -> dict[str, StoreRefused]:
-    """Send one deletion request; return the objects that the store did not delete, each with its reason."""
-    answer = bucket.call_operation("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
-    return {
-        str(error["Key"]): StoreRefused(str(error.get("Code", "")), str(error.get("Message", "")))
-        for error in answer.get("Errors", ())
-    }
 
 
 def find_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import PurePosixPath
 
@@ -28,27 +27,6 @@ from ckptkit.plugins.s3_runs.objects import (
 )
 from ckptkit.runs.uploads import OpenUpload
 
-Measured = dict[MultipartUpload, SentParts]
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimedPlace:
-    """The directory or file that an upload has claimed, and its claim."""
-
-    place: UploadTarget
-    claim: StoreClaim
-
-    def split_off_claim(self, objects: Mapping[str, StoredObject]) -> tuple[list[StoredObject], list[StoredObject]]:
-        """Return the claim with its notes, and the other objects of the destination."""
-        own, others = [], []
-        base = self.place.object_key("")
-        for key, stored in objects.items():
-            if self.place.is_claim_or_note(key):
-                own.append(stored)
-            elif key == base if self.place.is_file else key.startswith(base):
-                others.append(stored)
-        return own, others
-
 
 def find_uploads(root: RemotePath) -> list[OpenUpload]:
     """Return the unfinished uploads at or below a prefix; the most recently active come last."""
@@ -57,19 +35,21 @@ def find_uploads(root: RemotePath) -> list[OpenUpload]:
     uploads = [upload for upload in list_uploads(bucket, root.key) if is_in_upload_of(upload.key, root.key)]
     parts = map_in_parallel(lambda upload: find_sent_parts(bucket, upload), uploads)
     measured = {upload: sent for upload, sent in zip(uploads, parts, strict=True) if sent is not None}
-    places = list(claimed_destinations(bucket, objects))
+    claimed = list(claimed_destinations(bucket, objects))
     now = read_store_or_local_clock(bucket)
-    named = {upload for place in places for upload in (place.claim.uploads or {}).values()}
-    unclaimed = [upload for upload in measured if upload.upload not in named]
-    every = [
-        *(describe_upload(place, objects, measured, now) for place in places),
-        *(describe_unclaimed_upload(bucket, upload, measured[upload], now) for upload in unclaimed),
-    ]
+    every = [describe_upload(place, claim, objects, measured, now) for place, claim in claimed]
+    named = {upload for _, claim in claimed for upload in (claim.uploads or {}).values()}
+    for upload, sent in measured.items():
+        if upload.upload not in named:  # it is from another tool, or its claim was lost
+            started = datetime.fromtimestamp(upload.began, UTC).isoformat(timespec="seconds")
+            idle = max(0.0, now - max(upload.began, sent.changed))
+            path = RemotePath(*bucket.root.parts, upload.key)
+            every.append(OpenUpload(path, started, None, idle, (upload,), sent.nbytes))
     return sorted(every, key=lambda upload: (-upload.idle_seconds, str(upload.path)))
 
 
-def claimed_destinations(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[ClaimedPlace]:
-    """Yield the destinations that uploads have claimed; claims of deletions are skipped."""
+def claimed_destinations(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[tuple[UploadTarget, StoreClaim]]:
+    """Yield the destinations that uploads have claimed, with the claims; claims of deletions are skipped."""
     for key in keys:
         if not key.endswith(CLAIM):
             continue
@@ -77,41 +57,37 @@ def claimed_destinations(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[Clai
         if claim is not None and not claim.is_deletion:
             is_file = PurePosixPath(key).name != CLAIM
             path = RemotePath(*bucket.root.parts, key.removesuffix(CLAIM).removesuffix("" if is_file else "/"))
-            yield ClaimedPlace(UploadTarget(path, is_file), claim)
+            yield UploadTarget(path, is_file), claim
 
 
 def describe_upload(
-    destination: ClaimedPlace, objects: Mapping[str, StoredObject], measured: Measured, now: float
+    place: UploadTarget,
+    claim: StoreClaim,
+    objects: Mapping[str, StoredObject],
+    measured: Mapping[MultipartUpload, SentParts],
+    now: float,
 ) -> OpenUpload:
     """Return the upload of a claimed destination."""
-    claim_objects, data_objects = destination.split_off_claim(objects)
-    ids = set((destination.claim.uploads or {}).values())
-    files = tuple(stored for stored in measured if stored.upload in ids)
-    write_times = [
-        *(stored.changed for stored in (*claim_objects, *data_objects)),
-        *(last_write_time(stored, measured[stored]) for stored in files),
-    ]
+    ids = set((claim.uploads or {}).values())
+    files = tuple(upload for upload in measured if upload.upload in ids)
+    write_times = [max(upload.began, measured[upload].changed) for upload in files]
+    base, finished_bytes = place.object_key(""), 0
+    for key, stored in objects.items():
+        if place.is_claim_or_note(key):
+            write_times.append(stored.changed)
+        elif key == base if place.is_file else key.startswith(base):
+            write_times.append(stored.changed)
+            finished_bytes += stored.nbytes
     return OpenUpload(
-        destination.place.path,
-        destination.claim.started,
-        destination.claim.host,
+        place.path,
+        claim.started,
+        claim.host,
         max(0.0, now - max(write_times)),
         files,
-        sum(measured[stored].nbytes for stored in files),
-        sum(stored.nbytes for stored in data_objects),
-        destination.claim,
+        sum(measured[upload].nbytes for upload in files),
+        finished_bytes,
+        claim,
     )
-
-
-def describe_unclaimed_upload(bucket: S3Bucket, upload: MultipartUpload, sent: SentParts, now: float) -> OpenUpload:
-    """Return the multipart upload of an object without a claim: from another tool, or its claim was lost."""
-    started = datetime.fromtimestamp(upload.began, UTC).isoformat(timespec="seconds")
-    idle = max(0.0, now - last_write_time(upload, sent))
-    return OpenUpload(RemotePath(*bucket.root.parts, upload.key), started, None, idle, (upload,), sent.nbytes)
-
-
-def last_write_time(upload: MultipartUpload, sent: SentParts) -> float:
-    return max(upload.began, sent.changed)
 
 
 def abort_open_upload(upload: OpenUpload) -> bool:
