@@ -24,11 +24,11 @@ class Sources:
     """The byte ranges that a plan reads, and which of them were read completely and match their recorded CRC-32.
 
     A byte range is a chunk, or the storage that several chunks share. `is_all` says that nothing but this plan reads
-    the ranges: a range that the plan does not read completely is then left unchecked.
+    the ranges: a range that the plan does not read completely is then left unchecked. Reads are added to the `ledger`.
     """
 
     @collector_paused()
-    def __init__(self, plan: Plan, ledger: Ledger, *, is_all: bool = False) -> None:
+    def __init__(self, plan: Plan, ledger: Ledger | None = None, *, is_all: bool = False) -> None:
         self._plan = plan
         runs: dict[SourcePlace, tuple[str, Chunk]] = {}
         nbytes: Counter[SourcePlace] = Counter()  # of each range, by copies; bytes that are read twice count twice
@@ -47,13 +47,13 @@ class Sources:
             if chunk.crc32 is not None and not (is_all and nbytes[place] < chunk.checksummed_range[1])
         }
         # the ledger may have reads of an earlier call, which count too
-        self._read = ledger.read
+        self._read = Ledger().read if ledger is None else ledger.read
         # all of a chunk's own range, but only the bytes read of a shared one
         self._requested = {
             place: chunk.checksummed_range[1] if chunk.run is None else min(chunk.checksummed_range[1], nbytes[place])
             for place, (_, chunk) in runs.items()
         }
-        self._sum_arguments: set[SourcePlace] = set()
+        self._verified: set[SourcePlace] = set()
         self.checked_bytes = 0
         # a resumed ledger may have complete ranges already
         for place in [place for place, *_ in self._read if place in self._waiting]:
@@ -70,7 +70,7 @@ class Sources:
         unchecked: Counter[tuple[int, str]] = Counter()
         for place, nbytes in self._requested.items():
             number, path, _ = place
-            if nbytes and place not in self._sum_arguments and path in self._plan.sources[number].file_sums:
+            if nbytes and place not in self._verified and path in self._plan.sources[number].file_sums:
                 unchecked[number, path] += nbytes
         return unchecked
 
@@ -89,7 +89,7 @@ class Sources:
                 path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
                 place = number, path, offset
                 if place in self._waiting:
-                    assert piece.crc is not None, "`compares` asks for it"
+                    assert piece.crc is not None, "`is_awaiting_comparison` asks for it"
                     self._read.add(place, start, piece.length, piece.crc)
                     self._compare_if_complete(place)
 
@@ -117,7 +117,7 @@ class Sources:
                 tensor=name,
             )
         self.checked_bytes += self._requested[place]
-        self._sum_arguments.add(place)
+        self._verified.add(place)
         del self._waiting[place]
 
     def plan_unread_ranges(self) -> Plan:

@@ -13,7 +13,6 @@ from itertools import islice
 from ckptkit.engine.blocks import Block, blocks_of_target
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import reread_unchecked_ranges
-from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Pieces, Progress, Worker, visit_blocks
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
@@ -144,7 +143,7 @@ def measure_blocks(
 
     `measure` returns the distance in a block, None for an equal block, and the bytes to report to `progress`.
     """
-    sources = Sources(plan, Ledger())
+    sources = Sources(plan)
     found: dict[str, Distance] = {}
 
     def record(block: Block, seen: tuple[Distance | None, int], pieces: Pieces) -> None:

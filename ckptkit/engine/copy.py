@@ -109,24 +109,29 @@ def copy_unit(
     ledger = Ledger()
 
     def write_block(worker: Worker, block: Block) -> tuple[int, bool]:
-        recipe = block.target.recipe
-        crc, has_remark = (copy_unchanged(worker, block) if recipe is None else None), False
+        recipe, target, has_remark = block.target.recipe, block.target.chunk, False
+        crc = copy_unchanged(worker, block) if recipe is None else None
         if crc is None:
-            data, has_remark = (
-                (worker.read_input(block), False) if recipe is None else apply_recipe(recipe, worker, block)
-            )
-            worker.write_block(block, data)
+            if recipe is None:
+                data = worker.read_input(block)
+            else:
+                data, has_remark = apply_recipe(recipe, worker, block)
+            worker.files[target.path].write_at(data, target.offset + block.start)
             crc = checksum_of_block(block, worker.pieces, data)
         if output is not None:
-            output.record_written(*offsets_in_byte_range(block.target.chunk, block.start), block.nbytes, crc)
+            output.record_written(*offsets_in_byte_range(target, block.start), block.nbytes, crc)
         return crc, has_remark
 
     def record(block: Block, result: tuple[int, bool], pieces: Pieces) -> None:
         crc, has_remark = result
         sources.record_reads(pieces)
         for number, of_source in enumerate(pieces):
-            ledger.add_read(number, of_source)
-        ledger.add_written(block.target.chunk, block.start, block.nbytes, crc)
+            for piece in of_source:
+                if piece.crc is not None:
+                    path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
+                    ledger.read.add((number, path, offset), start, piece.length, piece.crc)
+        path, offset, start = offsets_in_byte_range(block.target.chunk, block.start)
+        ledger.written.add((path, offset), start, block.nbytes, crc)
         if has_remark:
             ledger.noted.add(block.target.name)
         report_block(block)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from ckptkit.io.crc32 import Checksums
 from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.file import opening, read_at
 from ckptkit.io.local import LocalFile
-from ckptkit.layout import Chunk, FileOffset, ReadRun
+from ckptkit.layout import Chunk, FileOffset
 
 # The journal has one line per finished unit, and a last line when the share is finished. A line says what was written,
 # not that it reached the disk. On resume ckptkit therefore reads the bytes of a unit again before it trusts the line,
@@ -101,18 +100,6 @@ class Ledger:
         for target, *piece in other.written:
             self.written.add(target, *piece)
         self.noted |= other.noted
-
-    def add_read(self, number: int, pieces: Iterable[ReadRun]) -> None:
-        """Record the reads of source `number` that have a CRC-32."""
-        for piece in pieces:
-            if piece.crc is not None:
-                path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
-                self.read.add((number, path, offset), start, piece.length, piece.crc)
-
-    def add_written(self, chunk: Chunk, start: int, length: int, crc: int) -> None:
-        """Record that `length` bytes of a destination chunk were written from byte `start` on."""
-        path, offset, start = offsets_in_byte_range(chunk, start)
-        self.written.add((path, offset), start, length, crc)
 
     def to_json(self) -> dict[str, Any]:
         """Return the entries as lists of place, start, length and CRC-32, and the noted names."""

@@ -58,7 +58,7 @@ def read_box(
         layout, layout, tuple(targets_for(name, StoredTensor(spec, (wanted,)), read_from, recipe)), read_from[1:]
     )
     is_whole = box == full_box(spec.shape)
-    sources = Sources(plan, Ledger(), is_all=not is_whole)
+    sources = Sources(plan, is_all=not is_whole)
     data = memoryview(empty_buffer(wanted.length))
 
     def read_block(worker: Worker, block: Block) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from ckptkit.engine.blocks import Block, blocks_of_plan
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import reread_unchecked_ranges
-from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Pieces, Progress, Worker, visit_blocks
 from ckptkit.layout import Layout
 from ckptkit.layout.counting import Count, count_values
@@ -25,7 +24,7 @@ def count_values_by_tensor(
     """
     chunks = ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if chunk.box.numel)
     plan = Plan(layout, layout, in_file_order(self_copy_target(name, chunk) for name, chunk in chunks))
-    sources = Sources(plan, Ledger())
+    sources = Sources(plan)
     counts = {name: Count() for name in layout.tensors}
     expected: deque[Block] = deque()  # the blocks whose counts are not merged yet, in the order of the plan
     early: dict[int, Count] = {}  # the counts of those that came before their turn, by id() of the block

@@ -42,14 +42,14 @@ def process_units(
     lock = threading.Lock()
     errors: list[BaseException] = []
 
-    def next_unit() -> Unit | None:
-        with lock:
-            return None if errors else next(waiting, None)
-
     def process() -> None:
         try:
             with worker() as step:
-                while (unit := next_unit()) is not None:
+                while True:
+                    with lock:
+                        unit = None if errors else next(waiting, None)
+                    if unit is None:
+                        return
                     step(unit)
         except BaseException as error:  # noqa: BLE001 - raised by the calling thread below
             errors.append(error)
@@ -125,11 +125,6 @@ def byte_ranges_in(layout: Layout) -> Iterator[tuple[Run, int | None]]:
                 yield byte_range_of_chunk(chunk), chunk.crc32
 
 
-def nbytes_to_check(layout: Layout) -> int:
-    """Return how many bytes `find_damaged_ranges` reads."""
-    return sum(length for _, _, length in dict(byte_ranges_in(layout)))
-
-
 Seen = TypeVar("Seen")
 Pieces = Sequence[Sequence[ReadRun]]  # the byte ranges read from each source
 Sums = Callable[[int, Chunk], bool]  # (source index, chunk) -> whether to compute the CRC-32 of its reads
@@ -186,10 +181,6 @@ class Worker:
         self.pieces[wanted.source] = earlier_reads + self.pieces[wanted.source]
         self._buffered[number] = block.target.name, wanted.box
         return data
-
-    def write_block(self, block: Block, data: memoryview) -> None:
-        chunk = block.target.chunk
-        self.files[chunk.path].write_at(data, chunk.offset + block.start)
 
     def read_stored_bytes(self, block: Block) -> memoryview:
         """Return the bytes at the place of a block in the files of the first source, until the next read."""

@@ -17,7 +17,7 @@ from ckptkit.io.joined import JoinedPath, local_paths_of
 from ckptkit.io.local import LocalFile, open_for_writing, open_regular
 from ckptkit.io.path import hint_for_hub_id, is_remote
 from ckptkit.io.ranges import RemoteFile
-from ckptkit.io.stores import StoredSum
+from ckptkit.io.stores import ChecksumStore, StoredSum, translate_store_errors
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -114,8 +114,14 @@ def find_stored_sum(path: Path) -> StoredSum | None:
     """
     if isinstance(path, JoinedPath):
         return find_stored_sum(require_single_copy(path))
+    if not is_remote(path):
+        return None
     with translate_os_errors(path):
-        return path.find_stored_sum() if is_remote(path) else None
+        store = path.store.store
+        if not isinstance(store, ChecksumStore):
+            return None
+        with translate_store_errors(path, store):
+            return store.read_stored_sum(path.key)
 
 
 def names_in(path: Path) -> list[str]:

@@ -68,7 +68,12 @@ def open_regular(path: Path) -> LocalFile:
     A link in a snapshot of the Hub's cache to a blob of the same cache counts as the blob: see `find_hub_cache_blob`.
     """
     try:
-        fd = open_descriptor(path)
+        try:
+            fd = os.open(path, _READ_FLAGS)
+        except OSError as error:
+            if error.errno != errno.ELOOP or (blob := find_hub_cache_blob(path)) is None:
+                raise
+            fd = os.open(blob, _READ_FLAGS)
     except FileNotFoundError as error:
         raise Incomplete(
             "the file is missing", path=path, hint="copy the file here; it was lost or never copied"
@@ -86,16 +91,6 @@ def open_regular(path: Path) -> LocalFile:
             raise Unsafe("not a regular file", path=path)
         undo.pop_all()
     return LocalFile(path, fd)
-
-
-def open_descriptor(path: Path) -> int:
-    """Return a descriptor of the file at `path`, or of the blob that a link in the Hub's cache leads to."""
-    try:
-        return os.open(path, _READ_FLAGS)
-    except OSError as error:
-        if error.errno != errno.ELOOP or (blob := find_hub_cache_blob(path)) is None:
-            raise
-        return os.open(blob, _READ_FLAGS)
 
 
 def find_hub_cache_blob(path: Path) -> Path | None:

@@ -21,9 +21,7 @@ from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
 from ckptkit.io.stores import (
     LOCAL,
     CachedStore,
-    ChecksumStore,
     KnownStore,
-    StoredSum,
     StoreEntry,
     open_store,
     store_row_for_url,
@@ -114,14 +112,6 @@ class RemotePath(PosixPath):
         store, key = self._store_and_key
         with translate_store_errors(self, store.store):
             return store.find_entry(key)
-
-    def find_stored_sum(self) -> StoredSum | None:
-        """Return the store's checksums of this file; None if the store keeps no checksums."""
-        store, key = self._store_and_key
-        if not isinstance(store.store, ChecksumStore):
-            return None
-        with translate_store_errors(self, store.store):
-            return store.store.read_stored_sum(key)
 
     def find_change(self) -> RemotePath | None:
         """Query the store again. Returns the path of something here that has changed, or None."""

@@ -112,9 +112,7 @@ class Stage:
                     lock_resumable_output(self.path)
                 )  # raises `Occupied` while other processes still write parts here
                 self._is_ours = True
-                create_empty_directory(self.path)
-                if self.key is not None:
-                    write_staging_key(self.path, self.key)
+                create_staging_directory(self.path, self.key)
             if self.key is not None:
                 self._claim = lock_resumable_output(self.path, shared=self.is_part)
             self._is_ours = True
@@ -228,17 +226,8 @@ def find_staging_key(path: Path) -> bytes | None:
             return read_at(opened, opened.size, 0)
 
 
-def write_staging_key(path: Path, key: bytes) -> None:
-    """Write the key of directory `path` atomically."""
-    written = path / WORK / f"{_KEY}.new"
-    with translate_os_errors(path):
-        retry_interrupted((path / WORK).mkdir)
-        write_new_file(written, key)
-        retry_interrupted(written.rename, path / WORK / _KEY)
-
-
-def create_empty_directory(path: Path) -> None:
-    """Create directory `path`, replacing the leftovers of a process that died."""
+def create_staging_directory(path: Path, key: bytes | None) -> None:
+    """Create directory `path` with only its key, if it has one, replacing the leftovers of a process that died."""
     with translate_os_errors(path):
         if path.is_symlink():
             raise Unsafe("refusing to follow a symbolic link in place of the output", path=path, hint="remove it")
@@ -247,6 +236,11 @@ def create_empty_directory(path: Path) -> None:
             sync_path(path.parent)
             remove_path(path)
         retry_interrupted(path.mkdir)
+        if key is not None:
+            written = path / WORK / f"{_KEY}.new"
+            retry_interrupted((path / WORK).mkdir)
+            write_new_file(written, key)
+            retry_interrupted(written.rename, path / WORK / _KEY)
 
 
 def remove_dead_leftovers(root: Path) -> None:

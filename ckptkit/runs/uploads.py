@@ -16,7 +16,7 @@ from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
     from ckptkit.io.claims import StoreClaim
-    from ckptkit.io.stores.s3_objects import MultipartUpload
+    from ckptkit.io.stores.s3 import MultipartUpload
 
 WEEK = 7 * 86400.0  # seconds
 

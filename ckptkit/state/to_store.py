@@ -218,7 +218,7 @@ class OutputUpload:
                 for block, chunk in pairs
                 if output.is_any_byte_sent_here(chunk.path, chunk.offset + block.start, block.nbytes)
             )
-            copy_unit(plan, wanted, Sources(plan, Ledger()), self.jobs, lambda _: None, output)
+            copy_unit(plan, wanted, Sources(plan), self.jobs, lambda _: None, output)
 
     def send_rest_and_commit(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> Written:
         """Check that all data is sent, then send the remaining files and marks, and commit the output."""

@@ -401,7 +401,7 @@ def through_cpu_if_split(
 
 def read_targets(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | None) -> None:
     """Read every target of a plan into its tensor: directly into contiguous CPU memory, otherwise through a buffer."""
-    sources = Sources(plan, ledger or Ledger(), is_all=ledger is None)
+    sources = Sources(plan, ledger, is_all=ledger is None)
     buffers = Buffers()
     with Worker(plan, sources.is_awaiting_comparison) as worker:
         for target in plan.targets:

@@ -12,7 +12,7 @@ from ckptkit.checkpoints.component import Component, check_metadata_checksums
 from ckptkit.checkpoints.manifest import explain_deleted_metadata
 from ckptkit.checkpoints.replicas import find_differing_copies
 from ckptkit.conversion.salvaging.copies import Faults, replace_lost_by_replicas, replace_lost_from_copy
-from ckptkit.engine.visit import byte_range_of_chunk, find_damaged_ranges, nbytes_to_check
+from ckptkit.engine.visit import byte_range_of_chunk, byte_ranges_in, find_damaged_ranges
 from ckptkit.errors import (
     DAMAGED,
     RESTORE,
@@ -58,7 +58,8 @@ def survey_damage(layout: Layout, *, jobs: int | None = None, progress: Progress
     """Find all damage in a layout: read every byte of its tensors once, except those of lost chunks."""
     damage_found, located = survey_structure_and_locate(layout)
     sound = damage_found.mark_damage_as_lost(located)
-    damage = find_damaged_ranges(sound, jobs=jobs, progress=make_progress_reporter(progress, nbytes_to_check(sound)))
+    total = sum(length for _, _, length in dict(byte_ranges_in(sound)))
+    damage = find_damaged_ranges(sound, jobs=jobs, progress=make_progress_reporter(progress, total))
     for name, i, chunk in chunks_with_bytes(sound) if damage else ():
         wrong = None if chunk.is_lost else damage.get(byte_range_of_chunk(chunk))
         if wrong is not None:

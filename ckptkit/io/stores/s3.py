@@ -1,9 +1,13 @@
-"""Read from S3 with s3fs, and call its operations on one bucket. Translates the store's errors into ckptkit's."""
+"""Read from S3 with s3fs, call its operations on one bucket, and list what is in it.
+
+Errors of the store become ckptkit's.
+"""
 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from io import SEEK_CUR, SEEK_END, SEEK_SET, IOBase
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ from typing import Any
 from ckptkit.errors import CkptError, IOFailure
 from ckptkit.io.stores import StoredSum
 from ckptkit.io.stores.generic import FileSystem
-from ckptkit.io.stores.s3_errors import error_code_of, has_no_reason, to_s3_error
+from ckptkit.io.stores.s3_errors import ABSENT, Tolerating, error_code_of, has_no_reason, to_s3_error
 
 # ckptkit sends checksums explicitly: those that botocore adds by default break stores that do not know them.
 SETTINGS = {
@@ -76,6 +80,23 @@ class S3Store(FileSystem):
         return error_code_of(error) != "NoSuchBucket"
 
 
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object: its size in bytes, and its modification time in seconds since 1970, by the store's clock."""
+
+    nbytes: int
+    changed: float
+
+
+@dataclass(frozen=True, slots=True)
+class MultipartUpload:
+    """A multipart upload of the object at `key`, and the time it began, by the store's clock."""
+
+    key: str
+    upload: str
+    began: float
+
+
 class S3Bucket:
     """One bucket. Thread-safe."""
 
@@ -117,6 +138,54 @@ class S3Bucket:
         except Exception as error:
             raise self._store.to_ckpt_error(error, self.root / key) from error
         return content
+
+    def find_content(self, key: str) -> bytes | None:
+        """Return the content of a small object; None if it does not exist."""
+        with Tolerating(ABSENT):
+            return self.read_object(key)
+        return None
+
+    def list_objects(self, prefix: str) -> dict[str, StoredObject]:
+        """Return each object whose key begins with `prefix`."""
+        objects: dict[str, StoredObject] = {}
+        more: dict[str, str] = {}
+        while True:
+            page = self.call_operation("list_objects_v2", Prefix=prefix, **more)
+            for item in page.get("Contents", ()):
+                objects[item["Key"]] = StoredObject(int(item["Size"]), item["LastModified"].timestamp())
+            if not page.get("IsTruncated"):
+                return objects
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def list_uploads(self, prefix: str) -> list[MultipartUpload]:
+        """Return the unfinished multipart uploads whose keys begin with `prefix`."""
+        pending: list[MultipartUpload] = []
+        more: dict[str, str] = {}
+        while True:
+            page = self.call_operation("list_multipart_uploads", Prefix=prefix, **more)
+            uploads = page.get("Uploads", ())
+            pending += [
+                MultipartUpload(item["Key"], item["UploadId"], item["Initiated"].timestamp()) for item in uploads
+            ]
+            if not page.get("IsTruncated"):
+                return pending
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def list_parts(self, key: str, upload: str) -> Iterator[Mapping[str, Any]]:
+        """Yield the parts of an unfinished upload, as the store describes them."""
+        after = 0
+        while True:
+            page = self.call_operation("list_parts", key, UploadId=upload, PartNumberMarker=after)
+            for part in page.get("Parts", ()):
+                after = int(part["PartNumber"])
+                yield part
+            if not page.get("IsTruncated"):
+                return
+
+    def abort_upload(self, key: str, upload: str) -> None:
+        """Abort the upload with the id `upload`, if it still exists: the store deletes its parts."""
+        with Tolerating(ABSENT):
+            self.call_operation("abort_multipart_upload", key, UploadId=upload)
 
 
 class RequestBody(IOBase):

@@ -24,7 +24,6 @@ from ckptkit.io.path import map_in_parallel
 from ckptkit.io.pieces import FilePiece, is_sent_in_pieces
 from ckptkit.io.stores.s3 import S3Bucket, find_crc32_in
 from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, Tolerating, error_code_of
-from ckptkit.io.stores.s3_objects import abort_upload, find_object_content, list_objects, list_parts, list_uploads
 
 _PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
 _ONLY_NEW = {"IfNoneMatch": "*"}
@@ -182,22 +181,22 @@ class S3Destination(StoreOutput):
 
     def read_notes(self) -> dict[str, bytes]:
         base = self._place.notes_prefix
-        return {key.removeprefix(base): self._bucket.read_object(key) for key in list_objects(self._bucket, base)}
+        return {key.removeprefix(base): self._bucket.read_object(key) for key in self._bucket.list_objects(base)}
 
     def commit(self) -> None:
         """Delete the notes and the claim: the upload is complete."""
         # abort uploads of our files that no claim names: the response with their ids was lost
         keys = {self._place.object_key(name) for name, size in self.sizes.items() if is_sent_in_pieces(size)}
         try:
-            uploads = list_uploads(self._bucket, self._place.object_key("")) if keys else []
+            uploads = self._bucket.list_uploads(self._place.object_key("")) if keys else []
         except IOFailure as error:
             if error_code_of(error) not in _NO_LISTS:
                 raise
             self.lists_uploads, uploads = False, []
         for upload in uploads:
             if upload.key in keys:
-                abort_upload(self._bucket, upload.key, upload.upload)
-        for key in (*list_objects(self._bucket, self._place.notes_prefix), self._place.claim_key):
+                self._bucket.abort_upload(upload.key, upload.upload)
+        for key in (*self._bucket.list_objects(self._place.notes_prefix), self._place.claim_key):
             self._bucket.call_operation("delete_object", key)
 
     def abort_and_delete_claim(self) -> None:
@@ -207,7 +206,7 @@ class S3Destination(StoreOutput):
 
     def _abort_uploads(self) -> None:
         for name, upload in self._uploads.items():
-            abort_upload(self._bucket, self._place.object_key(name), upload)
+            self._bucket.abort_upload(self._place.object_key(name), upload)
         self._uploads = {}
 
     def _add_to_counts(self, *, sent: int = 0, kept: int = 0) -> None:
@@ -276,7 +275,7 @@ class S3Destination(StoreOutput):
             try:
                 self._parts[name] = {
                     int(part["PartNumber"]): SentPart(part["ETag"], int(part["Size"]), find_crc32_in(part))
-                    for part in list_parts(self._bucket, self._place.object_key(name), upload)
+                    for part in self._bucket.list_parts(self._place.object_key(name), upload)
                 }
             except IOFailure as error:
                 if error_code_of(error) not in ABSENT:
@@ -316,7 +315,7 @@ class S3Destination(StoreOutput):
             raise Occupied(message, path=self.path / name, hint=hint)
 
     def _read_claim(self) -> StoreClaim | None:
-        content = find_object_content(self._bucket, self._place.claim_key)
+        content = self._bucket.find_content(self._place.claim_key)
         return None if content is None else self._place.parse_claim(content)
 
     def _create_claim(self) -> None:
@@ -343,7 +342,7 @@ class S3Destination(StoreOutput):
     def _existing_file_sizes(self) -> dict[str, int]:
         """Return the size of each existing file, by name, without the claim and notes."""
         base = self._place.object_key("")
-        sizes_by_key = {key: stored.nbytes for key, stored in list_objects(self._bucket, base).items()}
+        sizes_by_key = {key: stored.nbytes for key, stored in self._bucket.list_objects(base).items()}
         if self.is_file:
             (name,) = self.sizes
             return {name: sizes_by_key[base]} if base in sizes_by_key else {}

@@ -15,7 +15,6 @@ from ckptkit.engine.blocks import Block
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.compare import are_equal_buffers, unsharded_tensors
 from ckptkit.engine.copy import reread_unchecked_ranges
-from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.read import read_box
 from ckptkit.engine.visit import Pieces, Worker, visit_blocks
 from ckptkit.errors import Corrupt
@@ -125,7 +124,7 @@ def pass_changes_to(
     pair, unsharded = (before, after), unsharded_tensors(specs)
     targets = tuple(target for name, wanted in unsharded.items() for target in targets_for(name, wanted, pair))
     plan = Plan(before, after, targets, (after,))
-    sources = Sources(plan, Ledger())
+    sources = Sources(plan)
     sums: tuple[Checksums[str], Checksums[str]] = (Checksums(), Checksums())
 
     def compare_block(worker: Worker, block: Block) -> tuple[int, int, Changes | None]:

@@ -118,7 +118,9 @@ class HubBucketDestination(XetDestination):
             if is_private_bucket(self._id) is None:
                 create_bucket(self._id)
             existing = self._list_files()
-            previous = self._read_claim()
+            drop_cached_listing(self.path)
+            path = self._place.claim_path
+            previous = self._place.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
             is_ours = previous is not None and previous.plan == self.plan
             if previous is not None and not is_ours and not overwrite:
                 raise self._place.claimed_error(previous)
@@ -126,7 +128,10 @@ class HubBucketDestination(XetDestination):
                 raise destination_exists_error(self.path)
             first = check() if existing and previous is None else ()
             self._files = XetFiles(self.path, request_xet_access(BUCKET, self._id))
-            self._put_claim()
+            self._files.put_small_file(CLAIM, StoreClaim.begin(self.plan).to_bytes())
+            self._claim = self._files.sent.pop(CLAIM)
+            self._files.sent_bytes = 0  # the claim is not data of the checkpoint
+            self._apply_operations([add_file_operation(self._place.claim_key, self._claim)])
             if not is_ours:
                 marks = {name for name in (*first, *self.marks) if name in existing}
                 for names in (marks, existing.keys() - marks):
@@ -194,19 +199,6 @@ class HubBucketDestination(XetDestination):
                 expected = f"{sent.nbytes} bytes, hash {sent.xet_hash}"
                 message = f"the bucket has other bytes: expected {expected}; found {found}"
                 raise IOFailure(message, path=self.path / name, hint=AGAIN)
-
-    def _read_claim(self) -> StoreClaim | None:
-        """Return the existing claim; None if there is none."""
-        drop_cached_listing(self.path)
-        path = self._place.claim_path
-        return self._place.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
-
-    def _put_claim(self) -> None:
-        self._files.put_small_file(CLAIM, StoreClaim.begin(self.plan).to_bytes())
-        self._claim = self._files.sent.pop(CLAIM)
-        # the claim is not data of the checkpoint
-        self._files.sent_bytes = 0
-        self._apply_operations([add_file_operation(self._place.claim_key, self._claim)])
 
     def _apply_operations(self, lines: Sequence[Line]) -> None:
         """Add and delete files of the bucket. Raises `IOFailure` if some of the changes failed.

@@ -25,7 +25,7 @@ from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
 from ckptkit.words import command_line
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta, UpdateVersion
+    from obstore import UpdateVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class ObjectDestination(StoreOutput):
             self._require_claim()
         self.resumed = True
         existing = self._existing_files()
-        noted = self._notes()
+        noted = self._bucket.list_objects(self._place.notes_prefix.rstrip("/"))
         large = [name for name, size in self.sizes.items() if name in existing and is_sent_in_pieces(size)]
         with_note = [name for name in large if self._note_key(name) in noted]
         read = map_in_parallel(self._bucket.find_content_and_version, map(self._note_key, with_note))
@@ -246,12 +246,9 @@ class ObjectDestination(StoreOutput):
         content = self._bucket.find_content_and_version(self._place.claim_key)
         return None if content is None else (self._place.parse_claim(content[0]), content[1])
 
-    def _notes(self) -> dict[str, ObjectMeta]:
-        return self._bucket.list_objects(self._place.notes_prefix.rstrip("/"))
-
     def _delete_notes_and_claim(self) -> None:
         """Delete the notes, then the claim."""
-        self._bucket.delete_objects(list(self._notes()))
+        self._bucket.delete_objects(list(self._bucket.list_objects(self._place.notes_prefix.rstrip("/"))))
         self._bucket.delete_objects([self._place.claim_key])
 
     def _existing_files(self) -> dict[str, tuple[int, str]]:

@@ -36,7 +36,6 @@ from ckptkit.io.file import list_children, read_small
 from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
 from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, error_code_of
-from ckptkit.io.stores.s3_objects import list_objects
 from ckptkit.models.companions import CONFIG
 from ckptkit.plugins.s3_runs.objects import delete_objects, find_claim_at, in_batches, read_store_or_local_clock
 from ckptkit.runs import pins, watches
@@ -80,7 +79,7 @@ class S3Keeper:
         """
         claim = self._claim_for_deletion(checkpoint)
         if claim is None:
-            is_reused = bool(list_objects(self.bucket, f"{remote_key_of(checkpoint)}/"))
+            is_reused = bool(self.bucket.list_objects(f"{remote_key_of(checkpoint)}/"))
             return ("another process finished its deletion, and new files are there",) if is_reused else ()
         if not claim.is_deletion:
             return (f"an {claim.describe()}",)
@@ -210,7 +209,7 @@ class S3Keeper:
     def _keys_before_claim(self, checkpoint: Path) -> list[str]:
         """Return the keys below a checkpoint that are not newer than its claim, without the claim itself."""
         claim_key = self._claim_key(checkpoint)
-        objects = list_objects(self.bucket, f"{remote_key_of(checkpoint)}/")
+        objects = self.bucket.list_objects(f"{remote_key_of(checkpoint)}/")
         if claim_key not in objects:
             return []
         return [
@@ -223,7 +222,7 @@ class S3Keeper:
         rest = [key for key in keys if key not in first]
         for batch in (*in_batches(sorted(first)), *in_batches(rest)):
             if not self.is_being_deleted(checkpoint):  # another process has finished this deletion
-                if list_objects(self.bucket, f"{remote_key_of(checkpoint)}/"):
+                if self.bucket.list_objects(f"{remote_key_of(checkpoint)}/"):
                     hint = f"{command_line('ls', self.root)} shows what is there now"
                     raise Occupied("another process finished this deletion", path=checkpoint, hint=hint)
                 return
@@ -233,7 +232,7 @@ class S3Keeper:
     def _has_new_files(self, checkpoint: Path) -> bool:
         """Return whether files were added after a deletion began."""
         base = f"{remote_key_of(checkpoint)}/"
-        return len(list_objects(self.bucket, base)) > len(self._keys_before_claim(checkpoint)) + 1
+        return len(self.bucket.list_objects(base)) > len(self._keys_before_claim(checkpoint)) + 1
 
     def _watches_on(self, checkpoint: Path) -> Iterator[str]:
         """Yield the watches that protect a checkpoint. The object of a watch expires at its `until` time."""

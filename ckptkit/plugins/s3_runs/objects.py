@@ -15,9 +15,8 @@ from itertools import islice
 
 from ckptkit.errors import IOFailure
 from ckptkit.io.claims import StoreClaim
-from ckptkit.io.stores.s3 import S3Bucket
+from ckptkit.io.stores.s3 import MultipartUpload, S3Bucket
 from ckptkit.io.stores.s3_errors import ABSENT, Tolerating, error_code_of, to_s3_error
-from ckptkit.io.stores.s3_objects import MultipartUpload, find_object_content, list_parts
 
 _BATCH = 1000  # S3's maximum of objects per deletion request
 _BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")  # of single keys; the library only retries requests
@@ -48,7 +47,7 @@ def find_sent_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | No
     """Return the size and time of an upload's parts; None if the upload no longer exists."""
     nbytes, changed = 0, 0.0
     with Tolerating(ABSENT):
-        for part in list_parts(bucket, upload.key, upload.upload):
+        for part in bucket.list_parts(upload.key, upload.upload):
             nbytes += int(part["Size"])
             changed = max(changed, part["LastModified"].timestamp())
         return SentParts(nbytes, changed)
@@ -86,7 +85,7 @@ def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
 
 def find_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
     """Return the claim at a key, from the store and not from a cache; None if it does not exist."""
-    content = find_object_content(bucket, key)
+    content = bucket.find_content(key)
     return None if content is None else StoreClaim.parse(content)
 
 

@@ -9,14 +9,7 @@ from pathlib import PurePosixPath
 from ckptkit.io.claims import StoreClaim, UploadTarget, prefix_below
 from ckptkit.io.destination import CLAIM, NOTES
 from ckptkit.io.path import RemotePath, drop_cached_listing, map_in_parallel
-from ckptkit.io.stores.s3 import S3Bucket
-from ckptkit.io.stores.s3_objects import (
-    MultipartUpload,
-    StoredObject,
-    abort_upload,
-    list_objects,
-    list_uploads,
-)
+from ckptkit.io.stores.s3 import MultipartUpload, S3Bucket, StoredObject
 from ckptkit.plugins.s3_runs.objects import (
     SentParts,
     delete_objects,
@@ -31,8 +24,8 @@ from ckptkit.runs.uploads import OpenUpload
 def find_uploads(root: RemotePath) -> list[OpenUpload]:
     """Return the unfinished uploads at or below a prefix; the most recently active come last."""
     bucket = S3Bucket(root.store_root)
-    objects = {key: stored for key, stored in list_objects(bucket, root.key).items() if is_in_upload_of(key, root.key)}
-    uploads = [upload for upload in list_uploads(bucket, root.key) if is_in_upload_of(upload.key, root.key)]
+    objects = {key: stored for key, stored in bucket.list_objects(root.key).items() if is_in_upload_of(key, root.key)}
+    uploads = [upload for upload in bucket.list_uploads(root.key) if is_in_upload_of(upload.key, root.key)]
     parts = map_in_parallel(lambda upload: find_sent_parts(bucket, upload), uploads)
     measured = {upload: sent for upload, sent in zip(uploads, parts, strict=True) if sent is not None}
     claimed = list(claimed_destinations(bucket, objects))
@@ -100,9 +93,9 @@ def abort_open_upload(upload: OpenUpload) -> bool:
     own = next((place for place in either if find_claim_at(bucket, place.claim_key) == upload.claim), None)
     if upload.claim is not None and own is None:
         return False
-    map_in_parallel(lambda one: abort_upload(bucket, one.key, one.upload), upload.files)
+    map_in_parallel(lambda one: bucket.abort_upload(one.key, one.upload), upload.files)
     if own is not None:
-        notes = list(list_objects(bucket, own.notes_prefix))
+        notes = list(bucket.list_objects(own.notes_prefix))
         for batch in in_batches(notes):
             delete_objects(bucket, batch)
         bucket.call_operation("delete_object", own.claim_key)  # last: until then an interrupted abort can be repeated
