@@ -56,11 +56,9 @@ class Gatherer:
                 ]
                 pieces.append(self.read_chunk_into(chunk, source_span.start * dtype.itemsize, target))
             else:
-                from ckptkit.engine.rearrange import Rearrangement
+                from ckptkit.engine.rearrange import read_rearranged
 
-                pieces.extend(
-                    Rearrangement(self.read_chunk_into, self.scratch, chunk, dtype).read_region_into(part_box, box, out)
-                )
+                pieces += read_rearranged(self.read_chunk_into, self.scratch, chunk, part_box, dtype, box, out)
         return pieces
 
     def read_chunk_into(self, chunk: Chunk, start: int, target: memoryview) -> ReadRun:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,44 +20,40 @@ _SMALL_SPAN = 1 << 16  # bytes: a span this short is read at once, even if most 
 _RAW = {size: np.dtype(f"u{size}" if size <= 8 else f"V{size}") for size in (1, 2, 4, 8, 16)}
 
 
-@dataclass(frozen=True, slots=True)
-class Rearrangement:
-    """Reads a chunk through a scratch buffer, and converts its elements to `dtype`."""
+def read_rearranged(
+    read: Read, scratch: memoryview, chunk: Chunk, part: Box, dtype: DType, box: Box, out: memoryview
+) -> Iterator[ReadRun]:
+    """Write the elements of `part` of a chunk, as `dtype`, to their places in `out`, of `box`.
 
-    read: Read
-    scratch: memoryview
-    chunk: Chunk
-    dtype: DType
+    Reads them through the buffer `scratch`, in as few reads as their order in the chunk allows. Yields the ranges that
+    were read contiguously.
+    """
+    itemsize = chunk.dtype.itemsize
+    strides = row_major_strides(chunk.size) if chunk.strides is None else chunk.strides
 
-    def read_region_into(self, part: Box, box: Box, out: memoryview) -> Iterator[ReadRun]:
-        """Write the elements of `part` to their places in `out`, of `box`. Yields the ranges read contiguously."""
-        whole = np.frombuffer(out, _RAW[self.dtype.itemsize], box.numel).reshape(box.size)
-        yield from self._fill_view(part, view_of_region(whole, part, box))
-
-    def _fill_view(self, part: Box, view: Array) -> Iterator[ReadRun]:
-        """Fill `view` with the elements of `part`, in as few reads as their order in the chunk allows."""
-        chunk, itemsize = self.chunk, self.chunk.dtype.itemsize
+    def fill_view(part: Box, view: Array) -> Iterator[ReadRun]:
         span = span_of(part, chunk.box, chunk.strides)
-        strides = row_major_strides(chunk.size) if chunk.strides is None else chunk.strides
         is_dense = 2 * part.numel >= span.length
-        if span.length * itemsize <= (len(self.scratch) if is_dense else _SMALL_SPAN):
-            target = self.scratch[: span.length * itemsize]
-            piece = self.read(chunk, span.start * itemsize, target)
-            steps = [stride * itemsize for stride in strides]
-            values = np.ndarray(part.size, _RAW[itemsize], target, 0, steps)
-            if chunk.dtype == self.dtype:
-                view[...] = values
-            else:
-                is_flat = view.flags.c_contiguous
-                converted = view.reshape(-1) if is_flat else np.empty(view.size, view.dtype)
-                cast_into(np.ascontiguousarray(values).reshape(-1), chunk.dtype, self.dtype, converted)
-                if not is_flat:
-                    view[...] = converted.reshape(view.shape)
-            if span.length == part.numel:  # no byte of the span was skipped, so its CRC-32 counts
-                yield piece
+        if span.length * itemsize > (len(scratch) if is_dense else _SMALL_SPAN):
+            for half in halve_box(part, strides):
+                yield from fill_view(half, view_of_region(view, half, part))
             return
-        for half in halve_box(part, strides):
-            yield from self._fill_view(half, view_of_region(view, half, part))
+        target = scratch[: span.length * itemsize]
+        piece = read(chunk, span.start * itemsize, target)
+        values = np.ndarray(part.size, _RAW[itemsize], target, 0, [stride * itemsize for stride in strides])
+        if chunk.dtype == dtype:
+            view[...] = values
+        else:
+            is_flat = view.flags.c_contiguous
+            converted = view.reshape(-1) if is_flat else np.empty(view.size, view.dtype)
+            cast_into(np.ascontiguousarray(values).reshape(-1), chunk.dtype, dtype, converted)
+            if not is_flat:
+                view[...] = converted.reshape(view.shape)
+        if span.length == part.numel:  # no byte of the span was skipped, so its CRC-32 counts
+            yield piece
+
+    whole = np.frombuffer(out, _RAW[dtype.itemsize], box.numel).reshape(box.size)
+    yield from fill_view(part, view_of_region(whole, part, box))
 
 
 def view_of_region(array: Array, part: Box, whole: Box) -> Array:

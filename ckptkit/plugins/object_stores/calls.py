@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -43,7 +43,8 @@ class ObjectBucket:
         """Write an object, and replace an existing one."""
         from obstore import put
 
-        self._call(key, lambda: put(self.store, key, data, chunk_size=_AT_ONCE))
+        with self._translate_errors(key):
+            put(self.store, key, data, chunk_size=_AT_ONCE)
 
     def try_put_object(self, key: str, data: bytes | bytearray | memoryview, seen: UpdateVersion | None = None) -> bool:
         """Create an object in one request or, with `seen`, replace it if it still has this version.
@@ -53,13 +54,11 @@ class ObjectBucket:
         from obstore import put
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        def try_put() -> bool:
-            with suppress(AlreadyExistsError if seen is None else PreconditionError):
-                put(self.store, key, data, mode="create" if seen is None else seen)
-                return True
-            return False
-
-        return self._call(key, try_put)
+        refusal = AlreadyExistsError if seen is None else PreconditionError
+        with self._translate_errors(key), suppress(refusal):
+            put(self.store, key, data, mode="create" if seen is None else seen)
+            return True
+        return False
 
     def find_object_meta(self, key: str) -> ObjectMeta | None:
         """Return size and version of an object; None if it does not exist."""
@@ -81,13 +80,16 @@ class ObjectBucket:
 
     def list_objects(self, prefix: str) -> dict[str, ObjectMeta]:
         """Return all objects whose key starts with `prefix` and a slash."""
-        return self._call(prefix, lambda: {meta["path"]: meta for meta in iterate_objects(self.store, prefix)})
+        with self._translate_errors(prefix):
+            return {meta["path"]: meta for meta in iterate_objects(self.store, prefix)}
 
     def delete_objects(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order. A missing object is not an error."""
         from obstore import delete
 
-        def remove() -> None:
+        if not keys:
+            return
+        with self._translate_errors(keys[0]):
             try:
                 delete(self.store, keys)
             except FileNotFoundError as error:
@@ -97,15 +99,12 @@ class ObjectBucket:
                     with suppress(FileNotFoundError):
                         delete(self.store, key)
 
-        if keys:
-            self._call(keys[0], remove)
-
     def to_ckpt_error(self, error: Exception, key: str) -> IOFailure:
         """Return the `CkptError` for an exception of obstore."""
         return to_object_store_error(fetch_error_detail(self.store, error), self.root / key)
 
     def _call_or_none(self, key: str, request: Callable[[], T]) -> T | None:
-        def find_object() -> T | None:
+        with self._translate_errors(key):
             try:
                 return request()
             except FileNotFoundError as error:
@@ -113,11 +112,10 @@ class ObjectBucket:
                     raise
                 return None
 
-        return self._call(key, find_object)
-
-    def _call(self, key: str, request: Callable[[], T]) -> T:
+    @contextmanager
+    def _translate_errors(self, key: str) -> Iterator[None]:
         try:
-            return request()
+            yield
         except Exception as error:  # obstore raises its own exceptions and built-in ones
             raise self.to_ckpt_error(error, key) from error
 
