@@ -102,7 +102,6 @@ class Both:
         return measure_distance(ours, theirs, block.box), nbytes
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
-        """Return the elements of the first tensor as `dtype`."""
         recipe, _ = self._sides[0]
         return recipe(box, dtype, blocks[: len(recipe.operands)])
 

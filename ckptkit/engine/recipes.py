@@ -108,7 +108,6 @@ class Remainder:
         self.operands = (Operand(0, name, FLOAT32), Operand(source, name, REMAINDERS))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
-        """Return the fp32 master weight as `dtype`."""
         weight, remainder = np.frombuffer(blocks[0], np.int32), np.frombuffer(blocks[1], np.int16)
         return round_to_bytes(add(weight, remainder), FLOAT32, dtype), False
 

@@ -50,11 +50,9 @@ class RegionSums:
         self._files: Checksums[str] = Checksums()
 
     def inside(self, path: str, start: int, length: int) -> list[tuple[Extent, int, int]]:
-        """Return the regions in `length` bytes from `start` of a file, as `overlapping_regions`."""
         return list(overlapping_regions(self._regions[path], start, start + length))
 
     def add(self, region: Extent, start: int, stop: int, crc: int) -> None:
-        """Add the CRC-32 of bytes `start:stop` of the file, which are in a region."""
         self._extents.add((region.path, region.offset), start - region.offset, stop - start, crc)
         self._files.add(region.path, start, stop - start, crc)
 
@@ -64,7 +62,6 @@ class RegionSums:
 
 
 def complete_checksums(sums: Checksums[Key], lengths: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the CRC-32 of each range that was read completely."""
     return {key: crc for key, length in lengths.items() if (crc := sums.find_complete(key, length)) is not None}
 
 

@@ -25,7 +25,6 @@ class Share:
         return max(BLOCK_BYTES, min(UNIT_BYTES, -(-nbytes // (4 * self.count))))
 
     def unit_indices(self, nbytes: int) -> range:
-        """Return the indices of the units in this share."""
         units = -(-nbytes // self.unit_bytes(nbytes))
         return range(-(-self.number * units // self.count), -(-(self.number + 1) * units // self.count))
 

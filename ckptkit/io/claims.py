@@ -46,7 +46,6 @@ class StoreClaim:
 
     @classmethod
     def begin(cls, plan: str, **more: Any) -> Self:
-        """Return a new claim with the current time and host."""
         return cls(plan, datetime.now(UTC).isoformat(timespec="seconds"), socket.gethostname(), **more)
 
     @classmethod
@@ -170,7 +169,6 @@ class UploadTarget:
         return claim
 
     def claimed_error(self, claim: StoreClaim) -> Occupied:
-        """Return the error for a path that another upload or deletion has claimed."""
         return Occupied(f"another {claim.describe()}", path=self.path, hint=_ABANDON)
 
     def taken_meanwhile_error(self) -> Occupied:

@@ -31,7 +31,6 @@ RESTORE = "restore the file from a copy, or run `ckptkit manifest --overwrite` i
 
 
 def damage_message(length: int, offset: int, found: int | None, recorded: int | None) -> str:
-    """Return the message for bytes whose CRC-32 differs from the recorded one."""
     expected = f"expected CRC-32 {recorded:08x} of the {length} bytes at byte {offset}"
     return f"{expected}, found {found:08x}: these bytes are damaged"
 

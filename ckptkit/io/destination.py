@@ -167,7 +167,6 @@ def is_keeping_other_files(path: Path) -> bool:
 
 
 def is_on_hub(path: Path | None) -> bool:
-    """Return whether a path is in a repository or bucket of the Hugging Face Hub."""
     return is_remote(path) and path.parts[0] == f"{_HUB}:"
 
 

@@ -174,7 +174,6 @@ class OpenFiles:
         self._files: OrderedDict[str, File] = OrderedDict()
 
     def __getitem__(self, name: str) -> File:
-        """Return file `name`, open for reading or writing."""
         file = self._files.get(name)
         if file is None:
             while len(self._files) >= self._limit:

@@ -41,7 +41,6 @@ class JoinedPath(PosixPath):
 
     @property
     def existing_paths(self) -> list[Path]:
-        """Return the existing paths of the entry, one for each directory that has it."""
         paths = (root.joinpath(*self.parts[1:]) for root in self.roots)
         return [path for path in paths if path.exists() or path.is_symlink()]
 

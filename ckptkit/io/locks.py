@@ -85,7 +85,6 @@ def release_lock(fd: int, path: Path) -> None:
 
 
 def close_if_open(fd: int | None) -> None:
-    """Close a descriptor, if there is one."""
     if fd is not None:
         with suppress(OSError):
             os.close(fd)

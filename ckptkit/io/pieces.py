@@ -111,7 +111,6 @@ def new_piece_buffer(nbytes: int) -> memoryview:
 
 
 def is_sent_in_pieces(nbytes: int) -> bool:
-    """Return whether a file of this size is sent in several pieces."""
     return nbytes > PART_BYTES
 
 

@@ -157,7 +157,6 @@ class CachedStore:
     listed: dict[str, dict[str, StoreEntry]] = field(default_factory=dict)
 
     def find_entry(self, key: str) -> StoreEntry | None:
-        """Return the entry at `key`, or None."""
         folder, _, name = key.rpartition("/")
         # a listing also answers for missing entries, without a request
         if key and folder in self.listed:

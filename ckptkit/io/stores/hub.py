@@ -38,7 +38,6 @@ class HubStore:
 
     @cached_property
     def commit(self) -> str:
-        """Return the commit of the revision, looked up once."""
         return str(self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind).sha)
 
     def find_entry(self, key: str) -> StoreEntry | None:
@@ -85,7 +84,6 @@ class HubDownload:
         self._lock = threading.Lock()
 
     def read(self, start: int, stop: int) -> bytes:
-        """Return the bytes from offset `start` to `stop`."""
         from huggingface_hub.errors import HfHubHTTPError
 
         try:
@@ -174,7 +172,6 @@ def request_headers() -> dict[str, str]:
 
 
 def entry_from_hub(item: Any) -> StoreEntry:
-    """Return the entry for a file or directory in huggingface_hub's listing."""
     name = item.path.rpartition("/")[2]
     if not hasattr(item, "blob_id"):
         return StoreEntry(name, is_dir=True)

@@ -68,7 +68,6 @@ def to_hub_error(error: Exception, repo_id: str, revision: str) -> CkptError:
 
 
 def to_refused_response_error(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
-    """Return the error for a response that refuses a request."""
     status, said = error.response.status_code, as_line_without_token(error.server_message or "")
     if isinstance(error, GatedRepoError):
         return IOFailure(f"access to `{repo_id}` must be requested", hint=f"request it at {repository_url(repo_id)}")

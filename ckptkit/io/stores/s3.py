@@ -140,13 +140,11 @@ class S3Bucket:
         return content
 
     def find_content(self, key: str) -> bytes | None:
-        """Return the content of a small object; None if it does not exist."""
         with Tolerating(ABSENT):
             return self.read_object(key)
         return None
 
     def list_objects(self, prefix: str) -> dict[str, StoredObject]:
-        """Return each object whose key begins with `prefix`."""
         objects: dict[str, StoredObject] = {}
         more: dict[str, str] = {}
         while True:

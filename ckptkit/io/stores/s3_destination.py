@@ -68,7 +68,6 @@ class S3Destination(StoreOutput):
         self._bucket = S3Bucket(self.path.store_root)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Claim the prefix for this upload; see `Destination`."""
         begun = self._read_claim()
         if begun is not None and begun.plan != self.plan:
             if not overwrite:
@@ -82,7 +81,6 @@ class S3Destination(StoreOutput):
             self._resume_from_claim(begun)
 
     def join_upload(self) -> None:
-        """Join an upload that another process has claimed; see `Destination`."""
         for _ in range(_PATIENCE):
             begun = self._read_claim()
             if begun is None or begun.plan != self.plan:
@@ -167,7 +165,6 @@ class S3Destination(StoreOutput):
     put_marker = put_small_file
 
     def remarks_on_upload(self) -> list[str]:
-        """Return the features that the store turned out to lack, after the claim."""
         can_not = [
             *([] if self.has_conditions else ["refuse to replace an object: two uploads could collide"]),
             *([] if self.has_checksums else ["compute CRC-32: it did not compare the bytes that it received"]),
@@ -200,7 +197,6 @@ class S3Destination(StoreOutput):
             self._bucket.call_operation("delete_object", key)
 
     def abort_and_delete_claim(self) -> None:
-        """Abort the uploads of large files and delete the claim."""
         self._abort_uploads()
         self.commit()
 

@@ -128,7 +128,6 @@ def response_of(error: BaseException | None) -> dict[str, Any]:
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the chain of its causes."""
     while error is not None:
         yield error
         error = error.__cause__

@@ -110,7 +110,6 @@ class HubBucketDestination(XetDestination):
         return self._files.sent_bytes
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Claim the folder for this upload; see `Destination`."""
         with ExitStack() as quiet:
             quiet.enter_context(silenced_hub_client())
             require_token()
@@ -140,7 +139,6 @@ class HubBucketDestination(XetDestination):
             self._quiet = quiet.pop_all()
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
-        """Send a full file to the storage."""
         self._files.put_small_file(name, content)
 
     def finish_file(self, name: str, crc32: int) -> None:
@@ -162,7 +160,6 @@ class HubBucketDestination(XetDestination):
             self._apply_operations([{"type": "deleteFile", "path": self._place.claim_key}])
 
     def remarks_on_upload(self) -> list[str]:
-        """Return the limits of the store."""
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
 
     def _publish_marker(self, name: str) -> None:
@@ -245,5 +242,4 @@ def add_file_operation(key: str, sent: XetFile) -> Line:
 
 
 def expected_entry(sent: XetFile) -> StoredFile:
-    """Return the entry with which a bucket lists a sent file."""
     return StoredFile(sent.nbytes, sent.hash)

@@ -29,7 +29,6 @@ class HubBucketStore:
         self._sources: dict[tuple[str, str], HubDownload] = {}
 
     def find_entry(self, key: str) -> StoreEntry | None:
-        """Return the entry at `key`, or None."""
         if not key:
             self._call(lambda: self._api.bucket_info(self._id))
             return StoreEntry("", is_dir=True)
@@ -37,7 +36,6 @@ class HubBucketStore:
         return next((entry for entry in self.list_entries(folder) if entry.name == name), None)
 
     def list_entries(self, key: str) -> list[StoreEntry]:
-        """Return the entries of the directory at `key`."""
         base = f"{key}/" if key else ""
         tree = self._call(lambda: list(self._api.list_bucket_tree(self._id, prefix=key or None, recursive=False)))
         below = (item for item in tree if item.path.startswith(base) and item.path != base)
@@ -45,7 +43,6 @@ class HubBucketStore:
         return list({entry.name: entry for entry in map(entry_from_bucket_item, inside)}.values())
 
     def open_reader(self, key: str, entry: StoreEntry) -> Read:
-        """Return a function that reads from the file at `key`."""
         address = f"{self._api.endpoint}/buckets/{self._id}/resolve/{quote(key, safe='')}"
         return self._sources.setdefault((key, entry.tag), HubDownload(address, entry.size)).read
 
@@ -63,7 +60,6 @@ class HubBucketStore:
 
 
 def entry_from_bucket_item(item: Any) -> StoreEntry:
-    """Return the entry for a file or directory as huggingface_hub lists it."""
     name = item.path.strip("/").rpartition("/")[2]
     if item.type != "file":
         return StoreEntry(name, is_dir=True)

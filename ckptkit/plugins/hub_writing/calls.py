@@ -100,7 +100,6 @@ def is_private_bucket(bucket_id: str) -> bool | None:
 
 
 def create_bucket(bucket_id: str) -> None:
-    """Create a private bucket."""
     with translate_hub_errors(bucket_id):
         make_hub_client().create_bucket(bucket_id, private=True)
 

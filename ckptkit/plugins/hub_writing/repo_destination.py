@@ -65,7 +65,6 @@ class HubRepoDestination(XetDestination):
         return self._files.sent_bytes + self._inline_bytes
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Check the repository, and create it if it is missing; see `Destination`."""
         with ExitStack() as quiet:
             quiet.enter_context(silenced_hub_client())
             require_token()
@@ -123,7 +122,6 @@ class HubRepoDestination(XetDestination):
                 raise Corrupt(message, path=self.path / name, hint="run the same command again with --overwrite")
 
     def remarks_on_upload(self) -> list[str]:
-        """Return the commit that contains the files."""
         if not self.made:
             return ["the repository had all of these files before: there is nothing to commit"]
         at = "" if self._repository.revision == MAIN else f" of {self._repository.revision}"
@@ -170,7 +168,6 @@ class HubRepoDestination(XetDestination):
             raise Occupied(f"the repository has files of these names: {named}", path=self.path, hint=hint)
 
     def _operations(self, basis: HubRepository) -> Iterator[Line]:
-        """Yield the operations of the commit."""
         changed = self._differences(basis)
         for name, sent in sorted(self._files.sent.items()):
             if name in changed:
@@ -218,5 +215,4 @@ def describe_file(nbytes: int, sha256: str | None = None, oid: str = "") -> str:
 
 
 def git_blob_id(data: bytes) -> str:
-    """Return the git blob id of this content."""
     return sha1(b"blob %d\0%b" % (len(data), data), usedforsecurity=False).hexdigest()

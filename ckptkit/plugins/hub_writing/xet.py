@@ -45,15 +45,12 @@ class XetDestination(StoreOutput, ABC):
         raise Unsupported(message, path=self.path, hint=hint)
 
     def put_note(self, name: str, content: bytes) -> NoReturn:  # noqa: ARG002
-        """Raise `Unsupported`, as `join_upload` does."""
         self.join_upload()
 
     def read_notes(self) -> NoReturn:
-        """Raise `Unsupported`, as `join_upload` does."""
         self.join_upload()
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
-        """Send a byte range of a file."""
         if piece.count > 1:
             self._files.put(piece, data)
         else:
@@ -64,7 +61,6 @@ class XetDestination(StoreOutput, ABC):
         """Send a full file to the storage."""
 
     def stop(self, error: BaseException) -> None:
-        """Abort the incomplete uploads."""
         self._files.stop(error)
         self._quiet.close()
 
@@ -119,11 +115,9 @@ class XetFiles:
         self._ordered = OrderedWriter(self._write_piece)
 
     def put(self, piece: FilePiece, data: memoryview) -> None:
-        """Send a byte range of a file, after the ranges before it."""
         self._ordered.put(piece, data)
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview) -> None:
-        """Send a full file."""
         with self._sending(name):
             upload = self._begin_upload(name)
             upload.write(content)

@@ -61,13 +61,11 @@ class ObjectBucket:
         return False
 
     def find_object_meta(self, key: str) -> ObjectMeta | None:
-        """Return size and version of an object; None if it does not exist."""
         from obstore import head
 
         return self._call_or_none(key, lambda: head(self.store, key))
 
     def find_content_and_version(self, key: str) -> tuple[bytes, UpdateVersion] | None:
-        """Return content and version of a small object; None if it does not exist."""
         from obstore import get
 
         def ask() -> tuple[bytes, UpdateVersion]:
@@ -100,7 +98,6 @@ class ObjectBucket:
                         delete(self.store, key)
 
     def to_ckpt_error(self, error: Exception, key: str) -> IOFailure:
-        """Return the `CkptError` for an exception of obstore."""
         return to_object_store_error(fetch_error_detail(self.store, error), self.root / key)
 
     def _call_or_none(self, key: str, request: Callable[[], T]) -> T | None:

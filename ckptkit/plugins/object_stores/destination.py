@@ -62,7 +62,6 @@ class ObjectDestination(StoreOutput):
         self._ordered = OrderedWriter(self._write_piece)
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
-        """Claim the prefix for this upload; see `Destination`."""
         previous = self._read_claim()
         if previous is None:
             self._start_new_upload(overwrite=overwrite, check=check)
@@ -92,7 +91,6 @@ class ObjectDestination(StoreOutput):
                 self.kept_bytes += len(data)
 
     def stop(self, error: BaseException) -> None:
-        """Abort the incomplete files."""
         self._ordered.stop(error)
         with self._lock:
             streams = list(self._streams.values())
@@ -100,7 +98,6 @@ class ObjectDestination(StoreOutput):
             stream.stop(error)
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002 - nobody compares it
-        """Send a full file."""
         self._bucket.put_object(self._place.object_key(name), content)
         self._add_sent_file(name, len(content), len(content))
 
@@ -139,7 +136,6 @@ class ObjectDestination(StoreOutput):
         raise Unsupported(message, path=self.path, hint=hint)
 
     def read_notes(self) -> NoReturn:
-        """Raise `Unsupported`; see `put_note`."""
         self.put_note("", b"")
 
     def commit(self) -> None:
@@ -148,7 +144,6 @@ class ObjectDestination(StoreOutput):
         self._delete_notes_and_claim()
 
     def remarks_on_upload(self) -> list[str]:
-        """Return the limits of the store."""
         words = "this store does not compare checksums, so ckptkit compared only the sizes of the files"
         return [f"{words}: {command_line('verify', self.path)} reads every byte back"]
 
@@ -247,7 +242,6 @@ class ObjectDestination(StoreOutput):
         return None if content is None else (self._place.parse_claim(content[0]), content[1])
 
     def _delete_notes_and_claim(self) -> None:
-        """Delete the notes, then the claim."""
         self._bucket.delete_objects(list(self._bucket.list_objects(self._place.notes_prefix.rstrip("/"))))
         self._bucket.delete_objects([self._place.claim_key])
 

@@ -80,11 +80,9 @@ class ObjectFiles:
         return read
 
     def drop_cache(self) -> None:
-        """Drop the cached metadata of all objects."""
         self._seen.clear()
 
     def to_ckpt_error(self, error: Exception, path: Path) -> CkptError:
-        """Return the `CkptError` for an exception of obstore."""
         return to_object_store_error(
             fetch_error_detail(self._store, error) if has_no_error_code(error) else error, path
         )

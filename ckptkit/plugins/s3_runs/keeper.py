@@ -59,7 +59,6 @@ class S3Keeper:
         self._half_deleted: set[Path] = set()
 
     def drop_cached_listings(self) -> None:
-        """Drop all cached listings of the store."""
         drop_cached_listing(self.root)
 
     def run_exists(self) -> bool:
@@ -151,7 +150,6 @@ class S3Keeper:
             self.drop_cached_listings()
 
     def unpin(self, checkpoint: Path) -> None:
-        """Delete the pin object."""
         self.bucket.call_operation("delete_object", self._pin_key(checkpoint))
         self.drop_cached_listings()
 
@@ -202,7 +200,6 @@ class S3Keeper:
         return find_claim_at(self.bucket, self._claim_key(checkpoint))
 
     def _drop_claim(self, checkpoint: Path) -> None:
-        """Delete the claim of a deletion."""
         if self.is_being_deleted(checkpoint):
             self.bucket.call_operation("delete_object", self._claim_key(checkpoint))
 
@@ -271,7 +268,6 @@ class S3Post:
 
     @property
     def folder(self) -> Path:
-        """Return the journal directory, on this machine."""
         return self.home / watches.FOLDER
 
     def protect(self, checkpoint: Path) -> None:
@@ -285,15 +281,12 @@ class S3Post:
         self.keeper.drop_cached_listings()
 
     def unprotect(self) -> None:
-        """Delete the object."""
         self._try_call("delete_object")
 
     def now_ns(self) -> int:
-        """Return the time of the store."""
         return int(read_store_or_local_clock(self.keeper.bucket) * 1e9)
 
     def require_unmoved_run(self) -> None:
-        """Raise `NotACheckpoint` if the journal was moved or removed."""
         watches.require_unmoved_run(self.lock, self.home, self.key)
 
     def _try_call(self, operation: str, **arguments: bytes) -> bool:

@@ -90,7 +90,6 @@ def find_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
 
 
 def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:
-    """Yield keys in lists of at most `_BATCH`."""
     rest = iter(keys)
     while batch := list(islice(rest, _BATCH)):
         yield batch

@@ -17,13 +17,11 @@ class S3SmallFiles:
         self._bucket = S3Bucket(root.store_root)
 
     def find_content_tag(self, path: RemotePath) -> str:
-        """Return the ETag of an object; "" if there is no object."""
         with Tolerating(_ABSENT):
             return str(self._bucket.call_operation("head_object", path.key)["ETag"])
         return ""
 
     def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
-        """Write an object atomically and return its ETag; see `SmallFiles`."""
         condition = {} if replaces is None else {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
         try:
             response = self._bucket.call_operation("put_object", path.key, Body=content, **condition)
@@ -41,6 +39,5 @@ class S3SmallFiles:
         return str(response["ETag"])
 
     def delete(self, path: RemotePath) -> None:
-        """Delete an object."""
         self._bucket.call_operation("delete_object", path.key)
         drop_cached_listing(path)

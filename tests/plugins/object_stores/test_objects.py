@@ -155,7 +155,7 @@ def test_a_copy_there_and_back(place: Bucket, source: Path, tmp_path: Path) -> N
 
 @_NEEDS_AZURITE
 def test_the_marks_come_last_and_are_deleted_first(az: Bucket, source: Path, two_files: Path) -> None:
-    ckptkit.cp(source, az.url)
+    ckptkit.consolidate(source, az.url)
     ckptkit.cp(two_files, az.url, overwrite=True)
     assert az.server is not None
     changes = [one.what.split("?")[0].rpartition("/")[2] for one in az.server.requests if changes_files(one.what)]
