@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from huggingface_hub import constants
-from huggingface_hub.utils import get_session, hf_raise_for_status, http_backoff
+from huggingface_hub.utils import hf_raise_for_status, http_backoff
 
 from ckptkit.errors import NotACheckpoint, Unsupported
 from ckptkit.io.stores.hub import make_hub_client, request_headers
@@ -72,22 +72,6 @@ def request_xet_access(kind: str, target_id: str, revision: str | None = None) -
         hf_raise_for_status(response)
         access = response.json()
         return XetAccess(access["casUrl"], access["accessToken"], int(access["exp"]), address, headers)
-
-
-def commit_files(repo_id: str, revision: str, message: str, parent: str, lines: Iterable[Line]) -> str:
-    """Change files of a branch in one commit on top of `parent`. Returns the commit id.
-
-    The request is not retried: without a response, the caller has to find out whether the commit was made. Raises
-    `Occupied` if the branch is not at `parent`.
-    """
-    header = {"key": "header", "value": {"summary": message, "description": "", "parentCommit": parent}}
-    address = f"{constants.ENDPOINT}/api/{MODEL}/{repo_id}/commit/{quote(revision, safe='')}"
-    with translate_hub_errors(repo_id, revision):
-        response = get_session().post(
-            address, headers=request_headers() | NDJSON, content=to_json_lines([header, *lines])
-        )
-        hf_raise_for_status(response)
-        return str(response.json()["commitOid"])
 
 
 def is_private_bucket(bucket_id: str) -> bool | None:

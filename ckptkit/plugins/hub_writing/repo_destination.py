@@ -14,11 +14,16 @@ from dataclasses import dataclass, field
 from hashlib import sha1
 from pathlib import PurePosixPath
 from threading import Lock
+from urllib.parse import quote
+
+from huggingface_hub import constants
+from huggingface_hub.utils import get_session, hf_raise_for_status
 
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
 from ckptkit.io.destination import Check
 from ckptkit.io.file import destination_exists_error
 from ckptkit.io.pieces import is_sent_in_pieces
+from ckptkit.io.stores.hub import request_headers
 from ckptkit.io.stores.hub_calls import (
     HubRepository,
     create_branch,
@@ -28,14 +33,15 @@ from ckptkit.io.stores.hub_calls import (
     require_token,
     silenced_hub_client,
 )
-from ckptkit.io.stores.hub_errors import MAIN
+from ckptkit.io.stores.hub_errors import MAIN, translate_hub_errors
 from ckptkit.plugins.hub_writing.bucket_destination import TargetRepository, examine_repository
 from ckptkit.plugins.hub_writing.calls import (
     MODEL,
+    NDJSON,
     Line,
-    commit_files,
     is_stored_in_lfs,
     request_xet_access,
+    to_json_lines,
 )
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFiles, require_session_class
 from ckptkit.version import __version__
@@ -185,9 +191,19 @@ class HubRepoDestination(XetDestination):
     def _commit(self, prospect: TargetRepository, basis: HubRepository, lines: Sequence[Line]) -> str:
         """Make the commit and return its id. If the response was lost, check whether the commit was made."""
         subject = self.path.key.rpartition("/")[2] or prospect.repo_id.partition("/")[2]
-        message = f"Upload {subject} with ckptkit {__version__}"
+        value = {
+            "summary": f"Upload {subject} with ckptkit {__version__}",
+            "description": "",
+            "parentCommit": basis.commit,
+        }
+        content = to_json_lines([{"key": "header", "value": value}, *lines])
+        address = f"{constants.ENDPOINT}/api/{MODEL}/{prospect.repo_id}/commit/{quote(prospect.revision, safe='')}"
         try:
-            return commit_files(prospect.repo_id, prospect.revision, message, basis.commit, lines)
+            # not retried: without a response, the commit may have been made
+            with translate_hub_errors(prospect.repo_id, prospect.revision):
+                response = get_session().post(address, headers=request_headers() | NDJSON, content=content)
+                hf_raise_for_status(response)
+                return str(response.json()["commitOid"])
         except Occupied as error:
             message = f"somebody else pushed to {prospect.revision} of `{prospect.repo_id}` since {basis.commit[:8]}"
             raise Occupied(message, path=self.path, hint="run the same command again") from error
