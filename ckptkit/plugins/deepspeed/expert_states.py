@@ -34,7 +34,8 @@ from ckptkit.plugins.deepspeed.unpartitioned import (
     read_indexed_optimizer,
     trained_shapes,
 )
-from ckptkit.plugins.deepspeed.values import require_dict
+from ckptkit.plugins.deepspeed.values import dict_or_empty, require_dict
+from ckptkit.plugins.deepspeed.zero import find_comparable_step
 
 _HINT = "check that all files come from one run"
 APART = "optimizer_expp_rank_"  # prefix of the key of a rank's optimizer, if the parameter order is not certain
@@ -144,6 +145,7 @@ def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[IndexedOptimizer]
     Raises `Incomplete` if a file is missing, `Corrupt` if a file comes from another run.
     """
     optimizers: dict[int, IndexedOptimizer] = {}
+    steps: list[float | None] = []
     for rank, name in sorted(files.expert_optimizers.items()):
         file = read_state_file(root, name)
         with errors_at(path=root / name):
@@ -153,6 +155,11 @@ def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[IndexedOptimizer]
             report_missing_ranks(files.expert_optimizers, ranks, root, name)
             if list(map(len, optimizer.indices_by_group)) != list(map(len, optimizers[0].indices_by_group)):
                 raise Corrupt("the parameter groups differ from those of rank 0", hint=_HINT)
+            first = next(iter(optimizer.states.values()), None)  # all ranks have the first parameter
+            steps.append(find_comparable_step(optimizer.flattening, dict_or_empty(first, "state")))
+            if None not in (steps[0], steps[-1]) and steps[0] != steps[-1]:
+                message = "the optimizer's step differs from that of rank 0"
+                raise Corrupt(f"{message}: this directory mixes files of several saves", hint=_HINT)
     return list(optimizers.values())
 
 

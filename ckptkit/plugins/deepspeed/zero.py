@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import chunks_of_flat_range, concatenate, consecutive_pieces, cut_tensor_from_flat
@@ -97,7 +99,7 @@ def check_group_consistent(groups: Sequence[PartitionedGroup], partitions: Seque
     Raises `Unsupported` if the group has another number of ranks, `Corrupt` if the ranks differ.
     """
     first = groups[0]
-    steps = [find_comparable_step(group) for group in groups]
+    steps = [find_comparable_step(group.flattening, group.values) for group in groups]
     for group, partition, step in zip(groups, partitions, steps, strict=True):
         path = root / partition.path
         if None not in (step, steps[0]) and step != steps[0]:
@@ -117,11 +119,11 @@ def check_group_consistent(groups: Sequence[PartitionedGroup], partitions: Seque
                 raise Corrupt(f"the dtype of `{name}` differs from the dtype in `{partitions[0].path}`", path=path)
 
 
-def find_comparable_step(group: PartitionedGroup) -> float | None:
-    """Return the step of a group, or the CRC-32 of the tensor with it, which is as good; None without either."""
-    step = group.values.get("step")
+def find_comparable_step(flattening: Flattening, state: Mapping[Any, Any]) -> float | None:
+    """Return the step in a state, or the CRC-32 of the tensor with it, which is as good; None without either."""
+    step = state.get("step")
     if is_tensor(step):
-        (chunk,) = group.flattening.make_stored_tensor(step).chunks
+        (chunk,) = flattening.make_stored_tensor(step).chunks
         return chunk.crc32 if chunk.run is None else None  # a view: the checksum is that of its storage
     return step if isinstance(step, int | float) else None
 

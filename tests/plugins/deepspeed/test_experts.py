@@ -16,7 +16,15 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.formats.archives.values import load_value
 from tests.conftest import Produce
-from tests.plugins.deepspeed.test_deepspeed import MODEL, OPTIMIZER, assert_holds, change, refused, truth_of
+from tests.plugins.deepspeed.test_deepspeed import (
+    MODEL,
+    OPTIMIZER,
+    add_to_steps,
+    assert_holds,
+    change,
+    refused,
+    truth_of,
+)
 from tests.trainers import produced_experts as experts
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -196,3 +204,12 @@ def test_other_layouts_of_experts_are_refused_by_name(name: str, copy: Callable[
     assert error.path == root / name
     assert "experts" in error.message
     assert json.dumps(error.to_json())
+
+
+def test_optimizers_of_two_saves_are_not_mixed(copy: Callable[[str], Path]) -> None:
+    root = copy("zero0")
+    optimizer = root / "expp_rank_1_mp_rank_00_optim_states.pt"
+    change(optimizer, add_to_steps)
+    error = refused(root)
+    assert "several saves" in error.message
+    assert error.path == optimizer

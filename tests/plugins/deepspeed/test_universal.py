@@ -16,7 +16,7 @@ from ckptkit.errors import CkptError, Corrupt, Mismatch, Unsafe, Unsupported, Us
 from ckptkit.formats import get_format
 from tests import producers
 from tests.conftest import Produce
-from tests.plugins.deepspeed.test_deepspeed import assert_holds, truth_of
+from tests.plugins.deepspeed.test_deepspeed import assert_holds, change, refused, truth_of
 from tests.storage.states import damage
 from tests.trainers import produced_zero as zero
 
@@ -40,6 +40,16 @@ def test_reads_what_deepspeed_makes(kind: str, produce: Produce) -> None:
     steps = [name for name in layout.tensors if name.endswith(".step")]
     assert len(steps) == 3
     assert ckptkit.diff(made.root / kind / TAG, made.root / kind / "global_step2", include=["optimizer.*"]).is_equal
+
+
+def test_all_model_states_belong_to_it(copy: Any) -> None:
+    """DeepSpeed's own conversion from ZeRO 3 keeps the file of each rank."""
+    root = copy("zero3")
+    (checked,) = ckptkit.verify(root)
+    assert (checked.problems, checked.left_behind) == ((), ())
+    second = next(root.rglob("zero_pp_rank_1_*_model_states.pt"))
+    change(second, lambda state: state.update(global_steps=9))
+    assert "several saves" in refused(root).message
 
 
 def test_it_is_told_from_the_run_that_it_lies_in(produce: Produce) -> None:
