@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 
 from ckptkit.errors import Usage
 
@@ -25,7 +26,8 @@ def count(number: int, noun: str, verb: str = "") -> str:
 
 def command_line(*words: object) -> str:
     """Return a command of ckptkit to type, in backticks, with quotes where a shell needs them."""
-    return f"`ckptkit {shlex.join(map(str, words))}`"
+    texts = (f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words)
+    return f"`ckptkit {shlex.join(texts)}`"
 
 
 def join_with_or(words: Iterable[str]) -> str:

@@ -94,7 +94,7 @@ class ExpertReader:
         if find_expert_form(self.adapter) in (FLAT, STACKED):
             pairs = [pair for module, names in by_depth.items() for pair in self.read_nested_pairs(module, names)]
         else:
-            pairs = [pair for module, places in by_place.items() for pair in self.read_named_pairs(module, places)]
+            pairs = [pair for module, places in by_place.items() for pair in self.read_parameter_pairs(module, places)]
         counts: dict[str, int] = {}  # by layer
         for pair in pairs:
             wanted = self.count or counts.setdefault(pair.module, pair.expert_count)
@@ -110,7 +110,9 @@ class ExpertReader:
         spec = self.tensor(name).spec
         return Mismatch(f"expected {expected}, found {spec}", path=self.adapter.layout.path, tensor=name)
 
-    def read_named_pairs(self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]) -> Iterator[ExpertPair]:
+    def read_parameter_pairs(
+        self, module: str, places: Mapping[ExpertPlace, Mapping[str, str]]
+    ) -> Iterator[ExpertPair]:
         """Yield the matrices that are named after parameters, for all experts together or for each expert."""
         by_leaf: dict[str, dict[int | None, Mapping[str, str]]] = defaultdict(dict)
         for location, names in places.items():

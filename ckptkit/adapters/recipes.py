@@ -145,7 +145,7 @@ class Merging:
         if own in self.tensors and own not in source.config.target_parameters_of(update.module):
             kind = self.orientation_of_weight(source, update, own)
         else:
-            own, kind = self.changed_parameter_and_kind(source, update)
+            own, kind = self.find_parameter_and_product(source, update)
         dtype = working_dtype(self.tensors[own].spec.dtype)
         a, b = (Operand(source.number, name, dtype) for name in (update.a, update.b))
         scaling = source.config.scaling_of(self.lookup_name(source, update, own)) * source.weight
@@ -246,7 +246,7 @@ class Merging:
                 break
         return TransposedProduct if is_turned else LinearProduct
 
-    def changed_parameter_and_kind(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Kind]:
+    def find_parameter_and_product(self, source: AdapterSource, update: WeightUpdate) -> tuple[str, Kind]:
         """Return the parameter of a module that an update changes: the only one with a fitting shape."""
         fitting_parameters = list(self.fitting_parameters(source, update))
         if len(fitting_parameters) == 1:

@@ -23,11 +23,11 @@ from ckptkit.checkpoints.find_components import (
     EXPORTED,
     TRAINING_SUFFIXES,
     LeftBehind,
+    directories_without_step,
     find_components,
     find_only_step_directory,
     find_rank_files_error,
     find_unsupported_files,
-    inner_directories,
     ranks_at,
     unused_files,
 )
@@ -222,14 +222,14 @@ class Checkpoint:
     @cached_property
     def trainer_by_file_names(self) -> str | None:
         """Return the trainer by file names and small files alone, without reading metadata; None if unclear."""
-        places = [component.path for component in self.components] or [self.path, *inner_directories(self.path)]
+        places = [component.path for component in self.components] or [self.path, *directories_without_step(self.path)]
         names = (trainers.who_wrote(gather_name_evidence(path)) for path in places)
         return next(filter(None, names), None)
 
     @cached_property
     def world_size(self) -> int | None:
         """Return how many ranks have files of their own, by file names; None if no rank has."""
-        places = [component.path for component in self.components] or [self.path, *inner_directories(self.path)]
+        places = [component.path for component in self.components] or [self.path, *directories_without_step(self.path)]
         return len({rank for path in places for rank in ranks_at(path)}) or None
 
     @cached_property
@@ -486,7 +486,7 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
 
 
 def runs_in(root: Path) -> list[Path]:
-    return [folder for folder in inner_directories(root) if checkpoints_named_in_run(folder)]
+    return [folder for folder in directories_without_step(root) if checkpoints_named_in_run(folder)]
 
 
 class RunAround(CheckpointWarning):

@@ -114,7 +114,7 @@ def find_complete_subdirectories(path: Path) -> tuple[Component, ...] | None:
     if inner is not None and not complete and detect_format(path) is None:
         complete = [inner]
     readers = [(folder, reader) for folder in complete if (reader := detect_format(folder)) and reader.is_sharded]
-    others = (detect_format(folder) for folder in inner_directories(path) if folder not in complete)
+    others = (detect_format(folder) for folder in directories_without_step(path) if folder not in complete)
     if not readers or any(reader is not None and reader.is_sharded for reader in others):
         return None
     return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in readers)
@@ -188,7 +188,7 @@ def components_inside(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ..
     """Return the components in the subdirectories of a checkpoint, the model first, and those in no known format."""
     components: list[Component] = []
     strange: list[Path] = []
-    for folder in inner_directories(path):
+    for folder in directories_without_step(path):
         known, unknown = components_in_subdirectory(folder)
         components += known
         strange += unknown
@@ -206,7 +206,7 @@ def is_stray_file(path: Path, reader: FormatReader) -> bool:
     return has_components and any(component.is_model for component in components_inside(path)[0])
 
 
-def inner_directories(path: Path) -> list[Path]:
+def directories_without_step(path: Path) -> list[Path]:
     """Return the subdirectories whose names do not mark them as checkpoints of their own; [] for a file."""
     if not path.is_dir():
         return []
@@ -239,7 +239,7 @@ def find_unread_files_among(path: Path, names: Iterable[str]) -> Unread | None:
     if unread is None or unread.json is None:
         return unread
     name, key = unread.json
-    files = [place / name for place in ([path, *inner_directories(path)] if path.is_dir() else [path.parent])]
+    files = [place / name for place in ([path, *directories_without_step(path)] if path.is_dir() else [path.parent])]
     return unread if any(file.is_file() and key in read_json_object(file) for file in files) else None
 
 
@@ -248,7 +248,7 @@ def find_rank_files_error(path: Path, depth: int = 4) -> Unsupported | None:
 
     `depth` is the number of directory levels to search: fairseq2 has `model/pp_00/tp_00/sdp_00.pt`.
     """
-    below = inner_directories(path)
+    below = directories_without_step(path)
     files = [file.name for file in list_children(path) if file.suffix in ONE_FILE and file not in below]
     names = [name for name in files if trainers.find_owner_rank_of_file(name) is None]
     for siblings in (sorted(names), [folder.name for folder in below]):
@@ -274,7 +274,7 @@ def names_in_and_below(path: Path) -> Iterator[str]:
     """Return the names in a directory and in its inner directories; the name of a file for a file."""
     if not path.is_dir():
         return iter([path.name])
-    return (name for place in (path, *inner_directories(path)) for name in names_in(place))
+    return (name for place in (path, *directories_without_step(path)) for name in names_in(place))
 
 
 def ranks_at(place: Path) -> Iterator[Hashable]:
@@ -335,7 +335,11 @@ def unused_files(
             and any(find_step_of_path(inner) is not None for inner in list_directories(path))
         ):
             yield LeftBehind(path, RUN, name)
-        elif is_folder and not is_hidden_file_not_copied(path.name, names) and (step is None or path in components):
+        elif (
+            is_folder
+            and not is_hidden_file_not_copied(path.name, names)
+            and (step is None or path in components or not is_unused)
+        ):
             yield from unused_files(root, used, components, path)
         else:
             why = TRAINING if directory in components else reason_not_copied(path, names)

@@ -192,9 +192,9 @@ def component_paths_and_files(checkpoint: Checkpoint) -> tuple[set[Path], set[Pa
     components = checkpoint.components
     if len(checkpoint.models) > 1:  # several models side by side: not one checkpoint
         return set(), set()
-    paths, adapters = {one.path for one in components}, {one.path for one in components if one.is_adapter}
-    configs = {path / ADAPTER_CONFIG for path in adapters if path.is_dir() and ADAPTER_CONFIG in names_in(path)}
-    return paths, configs.union(*map(files_of_component, components))
+    files = {file for one in components for file in files_of_component(one)}
+    configs = {file.with_name(ADAPTER_CONFIG) for file in files if file.name.startswith("adapter_model.")}
+    return {one.path for one in components}, files | {file for file in configs if file.exists()}
 
 
 def unknown_paths_in(

@@ -67,7 +67,7 @@ def compare_low_precision_copies(
     if remainders:
         which = f"{count(len(remainders), 'master')}, such as `{(entries or {})[remainders[0]]}`"
         add = "`consolidate --weights-from master` adds them to the bf16 weights"
-        yield f"{which} are only {REMAINDERS} remainders, saved as floats: {add}"
+        yield f"only {REMAINDERS} remainders, saved as floats: {which}; {add}"
     for name in different[:_LISTED]:
         twin, distance = layout.twins[name], compared.distances[name]
         by = f", by up to {distance.max_abs:.3g}" if distance.max_abs else ""

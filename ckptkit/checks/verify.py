@@ -72,8 +72,8 @@ class Verified(Summarized):
 
     `checked_bytes` were verified against a CRC-32, `unchecked_bytes` have none: bytes of tensors and other entries, and
     with a manifest also of complete files. For `proved_files`, the store's CRC-32 was compared instead, without reading
-    their bytes; `unproved` names the files whose checksums the store does not have. `looked_at` are its files, `sums`
-    the checksums of the files that were read, `left_behind` other files in its directory, which verify did not read.
+    their bytes; `unproved` counts the files for which this is impossible. `looked_at` are its files, `sums` the
+    checksums of the files that were read, `left_behind` other files in its directory, which verify did not read.
     `compared` is the comparison with another checkpoint, if requested; its differences are among the problems. `stats`
     are the statistics of its tensors, if requested. `salvaged` is the account of a salvaged checkpoint, None for any
     other.

@@ -108,10 +108,10 @@ def report(result: Diff, *, every: bool) -> None:
         print_note(f"note: {text}")
     most = None if every else _ROWS
     kinds = [Kind(difference, 1) for difference in result.different] if every else result.by_kind
-    report_unmeasured("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], most)
-    report_measured([kind for kind in kinds if kind.difference.distance], most)
+    print_differences_without_size("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], most)
+    print_differences_by_size([kind for kind in kinds if kind.difference.distance], most)
     others = [kind for kind in kinds if not kind.difference.distance and kind.difference.reason != "shape"]
-    report_unmeasured("entries with another value or dtype", others, most)
+    print_differences_without_size("entries with another value or dtype", others, most)
     for side, path, names in (("A", result.a, result.only_in_a), ("B", result.b, result.only_in_b)):
         print_lines(f"only in {side}, {path}", names if every else fold_layer_names(names), most)
     renames = [f"{old} => {new}" for old, new in result.renamed.items()]
@@ -129,7 +129,7 @@ def report(result: Diff, *, every: bool) -> None:
         print_note(f"hint: {command_line('stats', result.a, result.b)} shows which parameters moved most")
 
 
-def report_measured(kinds: Sequence[Kind], most: int | None) -> None:
+def print_differences_by_size(kinds: Sequence[Kind], most: int | None) -> None:
     """Print a table of differences with their sizes. A change of dtype common to all stands in the header."""
     if not kinds:
         return
@@ -152,7 +152,7 @@ def report_measured(kinds: Sequence[Kind], most: int | None) -> None:
     print_omitted_count(len(kinds), most)
 
 
-def report_unmeasured(what: str, kinds: Sequence[Kind], most: int | None) -> None:
+def print_differences_without_size(what: str, kinds: Sequence[Kind], most: int | None) -> None:
     """Print differences without a size, such as other shapes."""
     lines = [
         with_repeat_count(f"{kind.difference.name}: {describe_change(kind.difference)}", kind.count) for kind in kinds

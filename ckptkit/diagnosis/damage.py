@@ -9,12 +9,14 @@ from pathlib import Path
 
 from ckptkit.adapters.empty import EMPTY
 from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
+from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.problems import Problems
 from ckptkit.checks.verify import verify_component
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, consolidate_fix, rewrite_fix
-from ckptkit.errors import CkptError, Corrupt, IOFailure
-from ckptkit.io.path import as_typed
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
+from ckptkit.io.path import as_typed, is_remote
 from ckptkit.runs.ls import make_listed
 
 Damage = Mapping[Path, Sequence[CkptError]]
@@ -23,18 +25,37 @@ Damage = Mapping[Path, Sequence[CkptError]]
 def problems_by_component(checkpoint: Checkpoint) -> Damage:
     """Return the problems of each component of a checkpoint, by its path.
 
-    Reads what `verify --fast` reads. Leaves out that an adapter is empty: `find_empty_adapter` says more about it.
-    Raises `IOFailure` if a component could not be checked.
+    Reads what `verify --fast` reads, but only the metadata of a component in an object store without a manifest. Leaves
+    out that an adapter is empty: `find_empty_adapter` says more about it. Raises `IOFailure` if a component could not
+    be checked.
     """
     problems_by_path: dict[Path, Sequence[CkptError]] = {}
     for part in checkpoint.components:
-        problems = verify_component(part.path, fast=True).problems
-        problems_by_path[part.path] = [problem for problem in problems if problem.code != EMPTY]
+        if is_remote(part.path) and not part.has_manifest:
+            problems_by_path[part.path] = problems_reading_component(part)
+        else:
+            problems = verify_component(part.path, fast=True).problems
+            problems_by_path[part.path] = [problem for problem in problems if problem.code != EMPTY]
     problems_by_path |= {path: [Corrupt("no known format", path=path)] for path in checkpoint.strange}
     for problem in (problem for problems in problems_by_path.values() for problem in problems):
         if isinstance(problem, IOFailure):
             raise problem
     return {path: problems for path, problems in problems_by_path.items() if problems}
+
+
+def problems_reading_component(component: Component) -> Sequence[CkptError]:
+    """Return the reasons why a component cannot be read, () if it can."""
+    problems = Problems()
+    try:
+        _ = component.layout
+    except (Corrupt, Unsafe, Unsupported) as error:
+        try:
+            component.reader.read(component.path, problems.add)
+        except (Corrupt, Unsafe, Unsupported) as reason:
+            problems.add(reason)
+        if not problems.all_problems():
+            problems.add(error)
+    return problems.all_problems()
 
 
 def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None) -> Iterator[Finding]:

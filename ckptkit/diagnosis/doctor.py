@@ -116,9 +116,10 @@ def doctor(
     """Find what will break when you load the checkpoint at `ckpt`, or the latest of the run there.
 
     doctor checks the checkpoint alone, or against a target: the `model` in a directory, a config.json or a Hub
-    repository; a job of `world_size` ranks; or the checkpoint `like`, which loads there. It finds all that `verify`
-    finds with `fast`. It reads no tensors, except two that should be tied: `not_read` says so. With `fix`, doctor runs
-    the one command that is certain to help, writes its output to the directory `fix`, and diagnoses that output too.
+    repository; a job of `world_size` ranks; or the checkpoint `like`, which loads there. It finds the damage that
+    `verify` finds with `fast`. It reads no tensors, except two that should be tied: `not_read` says so. With `fix`,
+    doctor runs the one command that is certain to help, writes its output to the directory `fix`, and diagnoses that
+    output too.
 
     Raises `NotACheckpoint` if there is no checkpoint, `Usage` if the model does not exist.
     """

@@ -155,7 +155,7 @@ def explain_shape_mismatch(parts: Sequence[str], target: LoadTarget) -> Iterator
         yield Finding("shape", name, message)
 
 
-def explain_group_sizes(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
+def list_group_sizes(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the message has no numbers
     """Yield the sizes of the parameter groups in the checkpoint."""
     for optimizer in readable_optimizers_in(target.layout):
         sizes = ", ".join(str(len(group)) for group in optimizer.groups)

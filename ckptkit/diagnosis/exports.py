@@ -1,6 +1,7 @@
 """Find exports that other tools broke. Their tensors are undamaged, so the fix is certain.
 
-Kinds: a wrong or missing index, entries without dtype, names that end with the number of an expert.
+Kinds: a wrong or missing index, entries without dtype, a dtype that does not exist, the config of a missing adapter, an
+empty adapter, names that end with the number of an expert.
 """
 
 from __future__ import annotations
@@ -12,14 +13,23 @@ from pathlib import Path
 from ckptkit.adapters.empty import find_empty_adapter_error
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.evidence import read_json_object
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, TargetModel
-from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, is_loadable_model, output_path_for, rewrite_fix
+from ckptkit.diagnosis.finding import (
+    Finding,
+    Fix,
+    consolidate_fix,
+    has_loadable_weight_files,
+    output_path_for,
+    rewrite_fix,
+)
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.formats.hf.format import INDEX
 from ckptkit.formats.hf.headers import HeaderFiles, find_layout_in_headers
 from ckptkit.formats.indices import read_index
 from ckptkit.io.file import names_in
 from ckptkit.layout.dtypes import DTYPES
+from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import CONFIG, find_companions
 from ckptkit.models.expected import closest_form
@@ -107,7 +117,7 @@ def find_invalid_config_dtype(target: LoadTarget) -> Iterator[Finding]:
     own = target.checkpoint.companions
     config = own.config or {}
     named = {key: config[key] for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
-    for key, value in named.items() if is_loadable_model(target.checkpoint) else ():
+    for key, value in named.items() if has_loadable_weight_files(target.checkpoint) else ():
         if value != "auto" and value.removeprefix("torch.") not in DTYPES:
             message = f"`{key}` of {CONFIG} is `{value}`: transformers fails with an AttributeError of torch"
             yield Finding("config_dtype", None, message, consolidate_fix(target.checkpoint))
@@ -116,10 +126,12 @@ def find_invalid_config_dtype(target: LoadTarget) -> Iterator[Finding]:
 def find_adapter_config_of_model(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if a full model has an adapter_config.json beside it: transformers then loads another model."""
     component = target.checkpoint.model_component
-    if not is_loadable_model(target.checkpoint) or component.is_adapter or not component.path.is_dir():
+    if not has_loadable_weight_files(target.checkpoint) or component.is_adapter or not component.path.is_dir():
         return
     names = names_in(component.path)
-    if ADAPTER_CONFIG in names and not any(name.startswith("adapter_model.") for name in names):
+    if may_be_adapted(component.layout.tensors) or any(name.startswith("adapter_model.") for name in names):
+        return
+    if ADAPTER_CONFIG in names and read_json_object(component.path / ADAPTER_CONFIG).get("base_model_name_or_path"):
         message = f"`{ADAPTER_CONFIG}` is here without an adapter: transformers loads the base that it names, and fails"
         yield Finding("adapter_config", None, message, consolidate_fix(target.checkpoint))
 

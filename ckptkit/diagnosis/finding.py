@@ -74,12 +74,12 @@ def rewrite_fix(checkpoint: Checkpoint, *, base: str | None = None, **options: V
     """
     return (
         consolidate_fix(checkpoint, base=base, **options)
-        if is_loadable_model(checkpoint)
-        else convert_fix(checkpoint, **options)
+        if has_loadable_weight_files(checkpoint)
+        else same_format_fix(checkpoint, **options)
     )
 
 
-def convert_fix(checkpoint: Checkpoint, **options: Value | None) -> Fix:
+def same_format_fix(checkpoint: Checkpoint, **options: Value | None) -> Fix:
     """Return the command that writes a training checkpoint again: in its own format, or as DCP if that is read-only."""
     source, own = checkpoint.path, checkpoint.model_component.reader.name
     to = own if own in writable_formats() and not get_writer(own).drafted_by else SHARDS
@@ -111,7 +111,7 @@ def output_path_for(path: Path, word: str, suffix: str = "") -> Path:
     return path_beside(local, f"{local.stem if local.is_file() else local.name}-{word}{suffix}")
 
 
-def is_loadable_model(checkpoint: Checkpoint) -> bool:
+def has_loadable_weight_files(checkpoint: Checkpoint) -> bool:
     """Return whether the weights are in files that `from_pretrained` finds by their names."""
     part = checkpoint.model_component
     if part.reader.is_model_only or part.reader.is_sharded or not part.path.is_dir():

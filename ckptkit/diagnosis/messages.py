@@ -140,7 +140,7 @@ MESSAGES: tuple[Message, ...] = (
         "The optimizer was built with another number of groups than the saved one: for example with and without "
         "weight decay, or with one learning rate per layer. Build it with the saved groups; `ckptkit doctor CKPT "
         "--like OTHER` compares two checkpoints.",
-        explanations.explain_group_sizes,
+        explanations.list_group_sizes,
     ),
     Message(
         "loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
@@ -149,7 +149,7 @@ MESSAGES: tuple[Message, ...] = (
         "A group lists another number of parameters: since the save, parameters were frozen or added, or an adapter "
         "was added. Parameter indices do not show which parameters changed. To keep the states of the other "
         "parameters, rewrite the optimizer by name: `ckptkit convert CKPT OUT --to dcp --optimizer-keys names`.",
-        explanations.explain_group_sizes,
+        explanations.list_group_sizes,
     ),
     Message(
         "The state of _OptimStateKey(… is empty. This should happen when use_orig_params=True.",

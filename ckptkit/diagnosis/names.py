@@ -10,7 +10,14 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.diagnosis.exports import find_named_experts
-from ckptkit.diagnosis.finding import Finding, Value, consolidate_fix, convert_fix, is_loadable_model, rewrite_fix
+from ckptkit.diagnosis.finding import (
+    Finding,
+    Value,
+    consolidate_fix,
+    has_loadable_weight_files,
+    rewrite_fix,
+    same_format_fix,
+)
 from ckptkit.diagnosis.shapes import differing_shapes, most_shapes_differ
 from ckptkit.errors import Mismatch
 from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for
@@ -45,7 +52,7 @@ _MAX_GLOBS = 8
 
 def find_wrapper_prefixes(target: LoadTarget) -> Iterator[Finding]:
     """Yield the prefixes of wrappers in names, if the model to load does not have these wrappers."""
-    if target.weights is None or not (target.asked or is_loadable_model(target.checkpoint)):
+    if target.weights is None or not (target.asked or has_loadable_weight_files(target.checkpoint)):
         return
     raw = names_without_wrappers(target)
     for wrapper in WRAPPERS:
@@ -55,7 +62,7 @@ def find_wrapper_prefixes(target: LoadTarget) -> Iterator[Finding]:
             message = (
                 f"the names start with `{prefix}.` (added by {whose}); a model without that wrapper will not find them"
             )
-            if is_loadable_model(target.checkpoint):  # an export drops the prefixes of wrappers
+            if has_loadable_weight_files(target.checkpoint):  # an export drops the prefixes of wrappers
                 fix = consolidate_fix(target.checkpoint, base=target.base)
             else:
                 fix = rewrite_fix(target.checkpoint, rename=(rf"(^|\.){re.escape(prefix)}\.=>\1",))
@@ -108,7 +115,7 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
         cause = "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"
         message = f"missing: {model.name} has this tensor{cause if name == HEAD else ''}"
         yield Finding("missing", name, message)
-    if model.asked or is_loadable_model(target.checkpoint):
+    if model.asked or has_loadable_weight_files(target.checkpoint):
         heads = mtp_tensor_names(extra, model.config)
         yield from find_unexpected_tensors(target, model, [name for name in extra if name not in heads])
 
@@ -134,10 +141,10 @@ def translate_to_hub(target: LoadTarget, model: TargetModel) -> tuple[Shapes, Fi
         padded = max(row_count_by_name(target.weights.layout.tensors).values(), default=0)
         message += f"; the vocabulary is padded to {padded} rows, its own is {rows}"
     has_optimizer = target.layout.blobs or target.weights.left_out
-    if is_loadable_model(target.checkpoint) or not has_optimizer:
+    if has_loadable_weight_files(target.checkpoint) or not has_optimizer:
         fix = consolidate_fix(target.checkpoint, **options, base=model.name)
     else:
-        fix = convert_fix(target.checkpoint, names=HUB, **options, base=model.name)
+        fix = same_format_fix(target.checkpoint, names=HUB, **options, base=model.name)
     return shapes, Finding("family", names[0] if names else None, message, fix, names)
 
 
@@ -156,9 +163,9 @@ def find_names_of_other_form(target: LoadTarget, model: TargetModel) -> Iterator
         message = f"{family.name} stores this tensor as {here}, and {model.name} as {there}"
         yield Finding("family", names[0], message, consolidate_fix(target.checkpoint, base=model.name), names)
     names = tuple(name for name in target.plain_shapes if name not in model.forms[-1].shapes)
-    if names and not is_loadable_model(target.checkpoint):
+    if names and not has_loadable_weight_files(target.checkpoint):
         words = f"torch's load expects the name that {model.name} has in memory"
-        fix = convert_fix(target.checkpoint, names=_IN_MEMORY, base=model.name)
+        fix = same_format_fix(target.checkpoint, names=_IN_MEMORY, base=model.name)
         yield Finding("family", names[0], f"this is the tensor's name in files of the Hub; {words}", fix, names)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, is_loadable_model, rewrite_fix
+from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, has_loadable_weight_files, rewrite_fix
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, first_of
 from ckptkit.io.path import is_remote
 from ckptkit.layout.box import Shape
@@ -34,7 +34,7 @@ _MAX_GLOBS = 3
 def find_missing_towers_and_layers(target: LoadTarget) -> Iterator[Finding]:
     """Yield the towers and layers that the config declares and that have no tensors."""
     model = target.model
-    is_for_use = target.asked or is_loadable_model(target.checkpoint)
+    is_for_use = target.asked or has_loadable_weight_files(target.checkpoint)
     if (
         model is None
         or not (target.shapes and is_for_use)
@@ -124,7 +124,7 @@ def most_shapes_differ(target: LoadTarget, pairs: Pairs) -> bool:
 
 def fix_with_own_config(target: LoadTarget, base: str) -> Fix | None:
     """Return the command that exports the model with its own config; None if it has that already."""
-    return None if is_loadable_model(target.checkpoint) else consolidate_fix(target.checkpoint, base=base)
+    return None if has_loadable_weight_files(target.checkpoint) else consolidate_fix(target.checkpoint, base=base)
 
 
 def describe_sizes(shapes: Mapping[str, Shape]) -> str:

@@ -9,7 +9,7 @@ from ckptkit.adapters.config import find_adapter_config
 from ckptkit.adapters.empty import find_empty_adapter_error
 from ckptkit.checkpoints.base_weights import BaseWeights
 from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, is_loadable_model, output_path_for
+from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, has_loadable_weight_files, output_path_for
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout.renames import globs_for
 from ckptkit.models.known_types import find_embedding
@@ -78,7 +78,7 @@ def find_undeclared_quantized(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if weights are quantized and the config for the load does not say so."""
     if target.model is None or target.quantization is None or target.model.config.get(_QUANTIZATION):
         return
-    if not (target.model.asked or is_loadable_model(target.checkpoint)):
+    if not (target.model.asked or has_loadable_weight_files(target.checkpoint)):
         return
     message = (
         f"the weights are quantized ({target.quantization}), but the config of {target.model.name} does not say so"
@@ -91,7 +91,7 @@ def find_declared_quantized(target: LoadTarget) -> Iterator[Finding]:
     asked = target.asked
     config = asked.config if asked else target.checkpoint.companions.config
     method = read_quantization_config(config).method if config else None
-    if method is None or target.weights is None or not (asked or is_loadable_model(target.checkpoint)):
+    if method is None or target.weights is None or not (asked or has_loadable_weight_files(target.checkpoint)):
         return
     if has_no_quantized_tensor(target.checkpoint.model_component.layout.specs):
         whose = f"the config of {asked.name}" if asked else "config.json"
@@ -103,7 +103,7 @@ def find_tokens_without_row(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if the tokenizer of a model has tokens without a row in the embedding."""
     companions = target.checkpoint.companions
     embedding = find_embedding(target.shapes)
-    if embedding is not None and target.shapes[embedding] and is_loadable_model(target.checkpoint):
+    if embedding is not None and target.shapes[embedding] and has_loadable_weight_files(target.checkpoint):
         for words in warn_of_tokens(companions, target.shapes[embedding][0]):
             yield Finding("tokens", None, words.partition(";")[0])
 
@@ -121,7 +121,7 @@ def find_extra_state(target: LoadTarget) -> Iterator[Finding]:
 
 def find_missing_predictors(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if the config.json of a model declares MTP layers that have no tensors."""
-    if not is_loadable_model(target.checkpoint) or target.weights is None:
+    if not has_loadable_weight_files(target.checkpoint) or target.weights is None:
         return
     config = target.checkpoint.companions.config or {}
     _, notes = with_present_mtp_layers(config, target.shapes)

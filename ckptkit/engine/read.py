@@ -14,7 +14,7 @@ from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.plan import Plan, Recipe, targets_for
 
-_LEAST_MAPPED = 1 << 20  # bytes
+_LEAST_MAPPED = 2 * BLOCK_BYTES  # smaller buffers are often used once, and malloc has their pages ready
 
 
 class SharedRuns:
@@ -31,7 +31,10 @@ class SharedRuns:
 
 def empty_buffer(nbytes: int) -> bytearray | mmap:
     """Return a buffer. Large ones are mapped: Python's lock is held while a bytearray is filled with zeros."""
-    return mmap(-1, nbytes, MAP_PRIVATE | MAP_ANONYMOUS) if nbytes >= _LEAST_MAPPED else bytearray(nbytes)
+    try:
+        return mmap(-1, nbytes, MAP_PRIVATE | MAP_ANONYMOUS) if nbytes >= _LEAST_MAPPED else bytearray(nbytes)
+    except OSError as error:
+        raise MemoryError from error
 
 
 def read_box(

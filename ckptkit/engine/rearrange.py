@@ -30,14 +30,16 @@ def read_rearranged(
     """
     itemsize = chunk.dtype.itemsize
     strides = row_major_strides(chunk.size) if chunk.strides is None else chunk.strides
-
-    def fill_view(part: Box, view: Array) -> Iterator[ReadRun]:
+    whole = np.frombuffer(out, _RAW[dtype.itemsize], box.numel).reshape(box.size)
+    remaining = [(part, view_of_region(whole, part, box))]  # a recursive closure would keep the files open
+    while remaining:
+        part, view = remaining.pop()
         span = span_of(part, chunk.box, chunk.strides)
         is_dense = 2 * part.numel >= span.length
         if span.length * itemsize > (len(scratch) if is_dense else _SMALL_SPAN):
-            for half in halve_box(part, strides):
-                yield from fill_view(half, view_of_region(view, half, part))
-            return
+            halves = [(half, view_of_region(view, half, part)) for half in halve_box(part, strides)]
+            remaining += reversed(halves)
+            continue
         target = scratch[: span.length * itemsize]
         piece = read(chunk, span.start * itemsize, target)
         values = np.ndarray(part.size, _RAW[itemsize], target, 0, [stride * itemsize for stride in strides])
@@ -51,9 +53,6 @@ def read_rearranged(
                 view[...] = converted.reshape(view.shape)
         if span.length == part.numel:  # no byte of the span was skipped, so its CRC-32 counts
             yield piece
-
-    whole = np.frombuffer(out, _RAW[dtype.itemsize], box.numel).reshape(box.size)
-    yield from fill_view(part, view_of_region(whole, part, box))
 
 
 def view_of_region(array: Array, part: Box, whole: Box) -> Array:

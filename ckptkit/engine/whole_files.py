@@ -43,7 +43,7 @@ def verify_files_read(
 
 def verify_nearly_covered_files(layout: Layout) -> None:
     """Verify each file with its CRC-32 where the CRC-32 of chunks cover nearly all of it. Reads the other bytes."""
-    for path, ranges in checksummed_ranges_by_file(layout).items():
+    for path, ranges in chunk_ranges_of_summed_files(layout).items():
         if ranges:
             try_verify_file(layout, path, ranges)
 
@@ -52,7 +52,7 @@ def verify_covered_files(layout: Layout) -> None:
     """Verify each file in which every chunk has a CRC-32. Reads only the bytes between the chunks."""
     chunks = (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
     unknown = {chunk.path for chunk in chunks if chunk.where or chunk.crc32 is None}
-    for path, ranges in checksummed_ranges_by_file(layout).items():
+    for path, ranges in chunk_ranges_of_summed_files(layout).items():
         if not ranges or path in unknown:
             continue
         try:
@@ -62,7 +62,7 @@ def verify_covered_files(layout: Layout) -> None:
             raise Corrupt(message, path=layout.root / path, hint=RESTORE) from error
 
 
-def checksummed_ranges_by_file(layout: Layout) -> dict[str, list[Extent]]:
+def chunk_ranges_of_summed_files(layout: Layout) -> dict[str, list[Extent]]:
     """Return the byte ranges of chunks that have a CRC-32, for each file that has one."""
     ranges: dict[str, dict[int, Extent]] = {path: {} for path in layout.file_sums}
     for name, tensor in layout.tensors.items():

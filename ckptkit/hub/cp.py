@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -152,7 +152,8 @@ def cp(
     origin = Origin.of(path)  # before the files are listed, to detect a source that is replaced meanwhile
     contents = list_contents()
     if contents.is_file and path.suffix != target.suffix:
-        named = target / path.name if target.is_dir() else target.with_name(target.name + path.suffix)
+        is_in_directory = not is_remote(target) and target.is_dir()
+        named = target / path.name if is_in_directory else target.with_name(target.name + path.suffix)
         hint = f"name the copy like `{named}`"
         raise Usage(f"the source is a file that ends in `{path.suffix}`", path=path, hint=hint)
     advance = make_progress_reporter(progress, sum(contents.sizes.values()))
@@ -166,7 +167,7 @@ def cp(
     else:
         sent_bytes = copy_to_directory(contents, target, path, send, overwrite=overwrite, sync=sync)
     delta_bytes = sum(file.nbytes for file in contents.sums.values())
-    checked = 0 if dry_run else delta_bytes + sum(map(count_checksummed_bytes, contents.parts))
+    checked = 0 if dry_run else delta_bytes + count_checksummed_bytes(contents.parts)
     total = 0 if dry_run else sum(contents.sizes.values())
     return CopiedFiles(
         source=path,
@@ -260,17 +261,24 @@ def files_with_skip_reasons(directory: Path, needed: set[Path]) -> Iterator[tupl
             yield path, ""
 
 
-def count_checksummed_bytes(component: CopiedComponent) -> int:
-    """Return the number of bytes with a CRC-32: files in the manifest, and byte ranges with a checksum elsewhere."""
-    own = component.own
-    if own.recorded_file_sums:
-        return sum(file.nbytes for file in own.recorded_file_sums.values())
-    ranges = {
-        (extent.path, extent.offset): extent.length
-        for extent in component.extents
-        if own.expected_checksum(extent) is not None
+def count_checksummed_bytes(components: Sequence[CopiedComponent]) -> int:
+    """Return the number of bytes with a CRC-32: files in manifests, and byte ranges with a checksum elsewhere.
+
+    The manifest of one component may also list the files of another.
+    """
+    files = {
+        one.name_in_checkpoint(name): file.nbytes
+        for one in components
+        for name, file in one.own.recorded_file_sums.items()
     }
-    return component.small_bytes + sum(ranges.values())
+    others = [one for one in components if not files.keys() >= set(map(one.name_in_checkpoint, one.own.needed_files))]
+    ranges = {
+        (one.name_in_checkpoint(extent.path), extent.offset): extent.length
+        for one in others
+        for extent in one.extents
+        if one.own.expected_checksum(extent) is not None
+    }
+    return sum(files.values()) + sum(ranges.values()) + sum(one.small_bytes for one in others)
 
 
 def copy_into_sink(

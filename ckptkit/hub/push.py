@@ -23,8 +23,8 @@ from ckptkit.checks.inspect import inspect
 from ckptkit.checks.own_files import OwnFiles
 from ckptkit.checks.verify import bytes_at_path as size_of_part
 from ckptkit.checks.verify import require_no_problems, verify_component
-from ckptkit.errors import Corrupt, Usage
-from ckptkit.formats import FormatReader, has_known_file_name
+from ckptkit.errors import Corrupt, Unsupported, Usage
+from ckptkit.formats import FormatReader, get_format
 from ckptkit.hub.model_card import NAME as CARD
 from ckptkit.hub.model_card import make_card
 from ckptkit.hub.transfers import (
@@ -67,8 +67,11 @@ _OF_TRAINING = (
     *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),
     *("rng_state*", "random_states*", "trainer_state.json", "training_args.bin", "custom_checkpoint_*"),
 )
-# what `save_pretrained` of common libraries and the writer of DCP's safetensors write
-_LOADED = re.compile(r"(shard-\d+-)?(diffusion_pytorch_|adapter_)?model(\.\w+)?(-\d+-of-\d+)?\.safetensors")
+# what `save_pretrained` of common libraries writes
+_LOADED = re.compile(
+    r"(shard-\d+-)?(diffusion_pytorch_|adapter_)?model(\.\w+)?(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+)
+_DIRECTORY = "a directory"
 _TEMPORARY = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
 
 
@@ -178,17 +181,17 @@ def select_files(source: Source, repo_id: str) -> Selection:
     contents: dict[str, Content] = {}
     beside = [] if root == checkpoint.path else [child for child in list_children(checkpoint.path) if child != root]
     left_out = {child.name: find_reason_not_pushed(child) or "not the model's" for child in beside}
-    modules = extra_modules_in(root)
-    for child in list_children(root):
-        below = {name: root / name for name in needed if name.startswith(f"{child.name}/")}
-        reason = None if child.name in needed else find_reason_not_pushed(child)
-        if below or child.name in modules:
-            inside = (path for path in sorted(child.rglob("*")) if find_reason_not_pushed(path) is None)
-            contents |= {str(path.relative_to(root)): path for path in inside} | below
-        elif reason is None:
-            contents[child.name] = child
+    whole = {name.partition("/")[0] for name in needed if "/" in name} | set(extra_modules_in(root))
+    for path, reason in files_with_reasons(root, needed, whole):
+        name = str(path.relative_to(root))
+        if reason is None:
+            contents[name] = path
         else:
-            left_out[child.name] = reason
+            left_out[name] = reason
+    if lost := sorted(needed - contents.keys()):
+        hint = "push a copy of the checkpoint: `ckptkit cp SRC COPY`"
+        message = "the checkpoint needs this file, but it is hidden or behind a link"
+        raise Unsupported(message, path=root / lost[0], hint=hint)
     if manifest is not None:
         origin = manifest.source  # published without the directory on this machine
         named = {**origin, "path": Path(origin["path"]).name} if origin and "path" in origin else origin
@@ -201,6 +204,22 @@ def select_files(source: Source, repo_id: str) -> Selection:
     return Selection(root, reader, layout, contents, left_out, has_card)
 
 
+def files_with_reasons(
+    folder: Path, needed: Collection[str], whole: Collection[str] | None, above: str = ""
+) -> Iterator[tuple[Path, str | None]]:
+    """Yield the entries of a directory, each with the reason why it is not pushed, None for a file that is pushed.
+
+    The files of the directories `whole` are also yielded; None means all directories.
+    """
+    for child in list_children(folder):
+        name = above + child.name
+        reason = None if name in needed else find_reason_not_pushed(child)
+        if reason == _DIRECTORY and (whole is None or child.name in whole):
+            yield from files_with_reasons(child, needed, None, f"{name}/")
+        else:
+            yield child, reason
+
+
 def find_reason_not_pushed(path: Path) -> str | None:
     """Return the reason why a file that the checkpoint does not need is not pushed, None if it is pushed."""
     if is_strange_link(path):
@@ -211,7 +230,7 @@ def find_reason_not_pushed(path: Path) -> str | None:
         return "hidden"
     if any(fnmatchcase(path.name, pattern) for pattern in _TEMPORARY):
         return "temporary"
-    return None if path.is_file() else "a directory"
+    return None if path.is_file() else _DIRECTORY
 
 
 def push(
@@ -287,19 +306,21 @@ def plan_push(
 
 
 def names_to_remove(selection: Selection, remote_names: Collection[str]) -> set[str]:
-    """Return the files on the Hub that belong to an earlier checkpoint at the same place and not to the pushed one."""
-    folders = {name.rpartition("/")[0] for name in selection.contents}
-    others = {name for name in remote_names if name.rpartition("/")[0] in folders} - selection.contents.keys()
-    removed = {name for name in others if is_name_of_checkpoint(Path(name).name)}
-    if not any(name.startswith("adapter_model.") for name in others - removed):
+    """Return the files on the Hub that belong to an earlier checkpoint at the same place and not to the pushed one.
+
+    These are files of the same format, and those that loaders find in the root by their names. A `*.safetensors` with
+    another name may be a model of its own.
+    """
+    others = set(remote_names) - selection.contents.keys()
+    reader = selection.reader
+    sharded = get_format("dcp")
+    removed = {name for name in others if name == MANIFEST or _LOADED.fullmatch(name) or sharded.owns_file(name)}
+    if not reader.is_model_only:
+        removed |= {name for name in others if reader.owns_file(name.partition("/")[0])}
+    adapters = others - removed | selection.contents.keys()
+    if not any(name.startswith("adapter_model.") for name in adapters):
         removed |= others & {ADAPTER_CONFIG}  # without the adapter, loaders fail on its config
     return removed
-
-
-def is_name_of_checkpoint(name: str) -> bool:
-    """Return whether loaders find a file by its name; another `*.safetensors` may be a model of its own."""
-    known = name == MANIFEST or has_known_file_name([name])
-    return known and (not name.endswith(".safetensors") or _LOADED.fullmatch(name) is not None)
 
 
 def upload_and_commit(

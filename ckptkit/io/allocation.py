@@ -22,6 +22,7 @@ def require_free_space(path: Path, nbytes: int) -> None:
     free = find_free_bytes(path)
     if free is not None and free < nbytes:
         message = f"{format_bytes(nbytes)} are needed and {format_bytes(free)} are free"
+        message += f", {format_bytes(nbytes - free)} too few"
         raise NoRoom(message, path=path, hint="free some space, or write elsewhere")
 
 

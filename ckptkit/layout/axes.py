@@ -219,14 +219,14 @@ def cut_chunk_to_box(chunk: Chunk, box: Box) -> Chunk:
     return strided_chunk_view(chunk, box, begin, strides_of_chunk(chunk))
 
 
-def chunks_of_flat_range(chunk: Chunk, chunk_start: int, shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
-    """Yield elements `start:stop` of a flattened `shape` as boxes; a flat chunk has them from `chunk_start` on."""
+def chunks_of_flat_range(chunk: Chunk, first_in_chunk: int, shape: Shape, start: int, stop: int) -> Iterator[Chunk]:
+    """Yield elements `start:stop` of a flattened `shape` as boxes; a flat chunk has them from `first_in_chunk` on."""
     if len(chunk.size) != 1:
         raise Corrupt(f"expected a flattened tensor with one axis, found shape {list(chunk.size)}")
     (step,) = strides_of_chunk(chunk)
     for box, at in boxes_of_range(shape, start, stop):
         yield strided_chunk_view(
-            chunk, box, (chunk_start + at) * step, tuple(step * inner for inner in row_major_strides(box.size))
+            chunk, box, (first_in_chunk + at) * step, tuple(step * inner for inner in row_major_strides(box.size))
         )
 
 

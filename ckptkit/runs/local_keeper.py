@@ -62,8 +62,6 @@ def reasons_to_keep(checkpoint: Path) -> Iterator[str]:
     yield from (
         f"`{tracker.name}` names it" for tracker in trackers_in(checkpoint.parent) if tracker.is_naming(checkpoint)
     )
-    if trainers.is_best(checkpoint.name):
-        yield "the best, by its name"
     # trainers record the best checkpoint in a small file of the run, or in an entry of a checkpoint
     run, best = checkpoint.parent, dict[str, None]()
     for directory in (run, *list_directories(run)):

@@ -68,11 +68,11 @@ def plan_draft(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     src, *others = map(locate_all_chunks, sources)
     planned = make_plan(src, locate_all_chunks(destination), others, draft.recipes)
     if draft.recipes:
-        check_tied_sources(planned)
+        require_same_ties_in_sources(planned)
     return replace(planned, before=before, behind=behind) if share.count > 1 else planned
 
 
-def check_tied_sources(plan: Plan) -> None:
+def require_same_ties_in_sources(plan: Plan) -> None:
     """Raise `Mismatch` if tensors that share bytes in the destination come from different bytes of a source."""
     made_of: dict[tuple[int, FileOffset], list[tuple[int, Box, Chunk]]] = {}
     for target in plan.targets:

@@ -48,7 +48,6 @@ is_beside_model = partial(is_listed, "others")  # a directory with everything ex
 is_description = partial(is_listed, "descriptions")  # a file that describes only the weights beside it
 is_optional_state = partial(is_listed, "optional_state")  # per-rank state that its trainer can do without
 is_last = partial(is_listed, "last")  # the last checkpoint of a run, whatever its step
-is_best = partial(is_listed, "best")  # the best checkpoint of a run, by its name
 
 
 def find_owner_rank_of_file(name: str) -> int | None:

@@ -323,8 +323,6 @@ DEEPSPEED = TrainerFacts(
 OPENRLHF = TrainerFacts(
     name="openrlhf",
     marks=(Mark("OpenRLHF, by DeepSpeed", files=(_ZERO,), json=("metric.json", "metric_key")),),
-    steps=(f"best_{_GLOBAL_STEP}",),
-    best=(f"best_{_GLOBAL_STEP}",),
     states=(r"metric\.json",),
 )
 

@@ -133,8 +133,6 @@ class TrainerFacts:
     versions: tuple[str, ...] = ()
     # Checkpoints whose names say that they are the last one, beside those with a step in the name.
     last: tuple[str, ...] = ()
-    # Checkpoints whose names say that they are the best one.
-    best: tuple[str, ...] = ()
     # Where a checkpoint names the best one of its run: a small file of JSON, or "" for the checkpoint's own entries,
     # and the keys in it; "*" is any key.
     best_keys: tuple[tuple[str, KeyPath], ...] = ()

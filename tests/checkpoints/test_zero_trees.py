@@ -101,14 +101,13 @@ def test_of_openrlhf(tmp_path: Path, produce: Produce) -> None:
         assert {left.why for left in found.left_behind} <= {"training state"}
 
 
-def test_the_best_of_openrlhf_has_its_step_and_stays(tmp_path: Path, produce: Produce) -> None:
+def test_the_best_of_openrlhf_is_not_counted(tmp_path: Path, produce: Produce) -> None:
     run = tmp_path / "run"
     shutil.copytree(produce(zero.on_two).root / "zero2", run)
-    for name in ("best_global_step2", "global_step4"):
+    for name in ("best_global_step3", "global_step4"):
         shutil.copytree(run / "global_step2", run / name)
         (run / name / "metric.json").write_text(json.dumps({"metric_key": "reward", "metric_value": 0.5}))
     (run / "latest").write_text("global_step4")
-    assert ckptkit.inspect(run / "best_global_step2").step == 2
-    pruned = ckptkit.prune(run, keep_last=1)
-    assert [entry.path.name for entry in pruned.delete] == ["global_step2"]
-    assert {entry.path.name: entry.reason for entry in pruned.keep}["best_global_step2"] == "the best, by its name"
+    pruned = ckptkit.prune(run, keep_last=2)
+    assert [entry.path.name for entry in pruned.keep] == ["global_step4", "global_step2"]
+    assert not pruned.delete

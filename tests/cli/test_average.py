@@ -80,16 +80,16 @@ def run_and_die(how: str, *arguments: object) -> subprocess.CompletedProcess[str
     """`ckptkit` with these arguments in a process that gets a signal when it has written two blocks."""
     code = (
         "import os, signal, sys\n"
-        "from ckptkit.engine.visit import Worker\n"
+        "from ckptkit.io.local import LocalFile\n"
         "from ckptkit.cli import main\n"
-        "write, written = Worker.write_block, []\n"
+        "write, written = LocalFile.write_at, []\n"
         "number = signal.Signals[sys.argv.pop(1)]\n"
         "def write_and_die(*arguments):\n"
         "    write(*arguments)\n"
         "    written.append(1)\n"
         "    if len(written) == 2:\n"
         "        os.kill(os.getpid(), number)\n"
-        "Worker.write_block = write_and_die\n"
+        "LocalFile.write_at = write_and_die\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, how, *map(str, arguments)]

@@ -248,3 +248,10 @@ def test_a_tower_and_layers_of_an_unknown_type_are_looked_for(tmp_path: Path) ->
     assert "declares `vision_config`, but the checkpoint has no tensors of it" in tower
     assert "expected 4 layers (num_hidden_layers of" in layers
     assert "found no tensors for 2 of them, such as layer 2" in layers
+
+
+def test_adapters_with_other_names_are_no_models(tmp_path: Path) -> None:
+    """MLX writes adapters.safetensors, and its adapter_config.json names no base."""
+    save_file({"model.layers.0.self_attn.q_proj.lora_a": torch.ones(8, 2)}, tmp_path / "adapters.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"fine_tune_type": "lora"}')
+    assert "adapter_config" not in {finding.code for finding in doctor(tmp_path).findings}

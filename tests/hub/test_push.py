@@ -188,7 +188,12 @@ def test_shards_of_an_earlier_checkpoint_go(hub: Hub, model: Path) -> None:
     old |= {"adapter_model.safetensors", "adapter_config.json"}  # transformers would follow the config to its base
     old |= {".metadata", "__0_0.distcp", "ckptkit.json"}
     (model / "ckptkit.json").unlink()
-    kept = {"unet/model.safetensors", "step-1/__0_0.distcp", "lora-v1.safetensors"}  # other models
+    kept = {
+        "unet/model.safetensors",
+        "step-1/__0_0.distcp",
+        "lora-v1.safetensors",
+        "consolidated.safetensors.index.json",
+    }  # other models
     hub.put("org/tiny", dict.fromkeys(old | kept, b"old"))
     plan = ckptkit(hub, "push", model, "org/tiny")
     assert "remove: of an earlier checkpoint" in plan.stdout
@@ -217,6 +222,17 @@ def test_files_in_directories_that_the_checkpoint_is_made_of(hub: Hub, model: Pa
     there = hub.files("org/sentences").keys()
     assert there >= {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"}, plan
     assert "runs/config.json" not in there
+
+    (model / "1_Pooling" / "optimizer.pt").write_bytes(b"state")
+    (model / "1_Pooling" / ".cache").mkdir()
+    (model / "1_Pooling" / ".cache" / "token").write_bytes(b"secret")
+    shutil.rmtree(model / "2_Dense")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "id_rsa").write_bytes(b"secret")
+    (model / "2_Dense").symlink_to(tmp_path / "elsewhere")
+    plan = json.loads(ckptkit(hub, "push", model, "org/another", "--json").stdout)
+    assert not {file["name"] for file in plan["files"]} & {"1_Pooling/.cache/token", "2_Dense/id_rsa"}
+    assert plan["left_out"].items() >= {"1_Pooling/optimizer.pt": "state of training", "2_Dense": "a link"}.items()
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def test_verify_knows_remainders_however_they_are_saved(tmp_path: Path) -> None:
     assert "int16" in found.notes[-1]
     (found,) = ckptkit.verify(save_megatron(tmp_path / "floats", "param", some_masters(), as_floats=True))
     assert found.is_ok
-    assert "saved as floats: 2 masters" in found.notes[-1]
+    assert "remainders, saved as floats: 2 masters" in found.notes[-1]
 
 
 @pytest.mark.parametrize("by_torch", [True, False], ids=["nested", "flattened"])

@@ -184,6 +184,14 @@ class Facts:
                 except _UNREADABLE:
                     return
 
+    def find_number(self, entry: str) -> int | None:
+        """Return the integer in an entry that is not a tensor; None for anything else."""
+        try:
+            value = load_value(self.layout.root, self.layout.blobs[entry]) if entry in self.layout.blobs else None
+        except _UNREADABLE:
+            return None
+        return value if type(value) is int else None
+
     def setting_names_by_parameter(self, above: KeyPath) -> Mapping[str, frozenset[str]]:
         """Return the names of the settings that apply to each parameter of the optimizer at a key path."""
         settings_by_parameter: dict[str, set[str]] = defaultdict(set)

@@ -58,7 +58,7 @@ _WORDS: Mapping[str, tuple[Certainty, str]] = {
     "head": (_NOTE, "expected {expected} rows as in `{embedding}`, found {found}; fine if some tokens are input only"),
     "other_step": (
         _LIKELY,
-        "the optimizer's step is not {taken} (`global_steps`): the files are of two saves, or it began later",
+        "expected step {taken} (`global_steps`, without skipped ones), found another: two saves, or a new optimizer",
     ),
     "training_point": (_NOTE, f"{_TRAIN_MODE}: {_NO_AVERAGE}; call `optimizer.eval()` before the save"),
 }

@@ -15,7 +15,6 @@ from math import prod
 
 from ckptkit.checkpoints.examination.facts import Facts, without_wrappers
 from ckptkit.checkpoints.examination.inconsistency import Inconsistency
-from ckptkit.formats.archives.values import load_value
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
@@ -28,7 +27,8 @@ _JUDGED = ELEMENTWISE - {"momentum", "sum", "ax", "prev", "step_size", "state1",
 _LOW_RANK = frozenset(["rank", "update_proj_gap", "proj_type", "projection_type", "proj", "subspace_update_interval"])
 _MARKS_OF_PACKED_STATES = ("projector", "ortho_matrix", "absmax", "qmap")  # the other states are projected or packed
 _FLOATS = ("float", "small_float")
-_COUNTERS = ("global_steps", "skipped_steps")  # a step with infinite gradients is skipped
+_ARRAY_CODES = {"float32": "f", "float64": "d", "int32": "i", "int64": "q"}  # of `array`, for the dtypes of a step
+_MOST_STEPS = 1 << 31
 _FUSED = 3  # axes of a fused-experts parameter; Hugging Face files store one tensor per expert instead
 # States that either all similar parameters have, or none. Only low-precision parameters have masters, the last
 # gradient may be missing after one step, and `max_exp_avg_sq` is a setting of single groups. torch's optimizers keep
@@ -238,21 +238,24 @@ def find_other_step(facts: Facts) -> Iterator[Inconsistency]:
     The files may be of two saves; or the job loaded its weights without their optimizer. The step in a tensor is
     compared by its CRC-32.
     """
-    blobs = facts.layout.blobs
-    counted = [load_value(facts.layout.root, blobs[name]) for name in _COUNTERS if name in blobs]
-    if len(counted) < len(_COUNTERS) or not all(isinstance(value, int) for value in counted):
+    taken, skipped = map(facts.find_number, ("global_steps", "skipped_steps"))
+    if taken is None or skipped is None or not 0 < taken - skipped < _MOST_STEPS:
         return
-    taken = counted[0] - counted[1]
-    steps = (taken, taken + 1)  # some jobs make the states by a step of their own
-    sums = {crc32(array(code, [step]).tobytes()) for step in steps for code in "fq"}  # float32 or int64
+    steps = (taken - skipped, taken - skipped + 1)  # some jobs make the states by a step of their own
     for states in facts.states_among(facts.layout.names).values():
-        name = next((entries["step"] for entries in states.values() if "step" in entries), None)
-        if name is None:
-            continue
-        if name in blobs:
-            is_other = load_value(facts.layout.root, blobs[name]) not in steps
-        else:
-            chunks = facts.layout.tensors[name].chunks
-            is_other = any(chunk.crc32 not in (None, *sums) and chunk.run is None for chunk in chunks)
-        if is_other:
-            yield Inconsistency("other_step", name, {"taken": taken})
+        entries = [entries["step"] for entries in states.values() if "step" in entries]
+        found = [is_step for name in entries if (is_step := is_one_of_steps(facts, name, steps)) is not None]
+        if found and not any(found):
+            yield Inconsistency("other_step", entries[0], {"taken": steps[0]})
+
+
+def is_one_of_steps(facts: Facts, name: str, steps: Collection[int]) -> bool | None:
+    """Return whether an entry has one of these numbers; None if that is unknown."""
+    if name not in facts.layout.tensors:
+        number = facts.find_number(name)
+        return None if number is None else number in steps
+    tensor = facts.layout.tensors[name]
+    code, sums = _ARRAY_CODES.get(tensor.spec.dtype.name), {chunk.crc32 for chunk in tensor.chunks if chunk.run is None}
+    if code is None or tensor.spec.shape or len(sums) != 1 or None in sums:
+        return None
+    return any(crc32(array(code, [step]).tobytes()) in sums for step in steps)

@@ -79,8 +79,10 @@ def join_dtensor_chunks(
         wanted = (of_first.mesh.shape, of_first.placements, of_first.order)
         if own != wanted:
             first = min(tensor_by_rank)
-            expected, found = (f"{list(shape)} with {list(placements)}" for shape, placements, _ in (wanted, own))
-            message = f"expected a mesh of {expected} as on rank {first}, found {found} on rank {rank}"
+            message = f"expected the placements of rank {first}, found others on rank {rank}"
+            if own[0] != wanted[0]:
+                expected = f"expected a mesh of {list(wanted[0])} as on rank {first}"
+                message = f"{expected}, found {list(own[0])} on rank {rank}"
             raise Corrupt(message, hint="check that all files come from one run")
     missing = [rank for rank in of_first.mesh.ranks if rank not in tensor_by_rank]
     if missing:

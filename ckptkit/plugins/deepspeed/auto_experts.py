@@ -41,7 +41,7 @@ class AutoLayer:
         return tuple(f"{self.prefix}.{name}" for name in _FUSED)
 
 
-def read_auto_layers(saved: Mapping[str | int, Any]) -> dict[str, AutoLayer]:
+def read_auto_layers_by_tensor(saved: Mapping[str | int, Any]) -> dict[str, AutoLayer]:
     """Return the AutoEP layers in a model-states file, keyed by tensor name; {} for a model without AutoEP.
 
     Raises `Unsupported` for experts saved with ZeRO 3, and for experts that are not placed in order.

@@ -5,16 +5,15 @@ Source: `_save_checkpoint` and `_common_checkpoint_state` in deepspeed/runtime/e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, Unsupported
+from ckptkit.errors import Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, read_auto_layers
+from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, read_auto_layers_by_tensor
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, find_slice_map
 from ckptkit.plugins.deepspeed.values import (
     dict_or_empty,
@@ -82,7 +81,7 @@ def read_model_states(file: StateFile) -> ModelStates:
         aliases=aliases,
         buffers=frozenset(require_each(saved.get("buffer_names") or [], require_name, "buffer_names")),
         optimizer=saved.get("optimizer"),
-        auto_layers=read_auto_layers(saved),
+        auto_layers=read_auto_layers_by_tensor(saved),
         slices=slices,
         others={key: value for key, value in saved.items() if key not in _USED and value is not None},
         saved=saved,
@@ -94,13 +93,3 @@ def tensor_parallel_error() -> Unsupported:
     hint = "gather it with DeepSpeed: `save_16bit_model`, or `ds_to_universal.py` and then ckptkit on its result"
     message = "the model was saved with tensor parallelism, and no file says along which axes the tensors are split"
     return Unsupported(message, hint=hint)
-
-
-def require_one_save(models: Sequence[ModelStates], root: Path) -> None:
-    """Raise `Corrupt` if model-states files have different numbers of steps."""
-    for states in models[1:]:
-        expected, found = (one.saved.get("global_steps") for one in (models[0], states))
-        if expected != found:
-            mixed = "this directory mixes files of several saves"
-            message = f"expected global_steps {expected} as in `{models[0].path}`, found {found}: {mixed}"
-            raise Corrupt(message, path=root / states.path, hint="keep the files of one save")

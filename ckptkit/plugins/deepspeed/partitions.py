@@ -25,7 +25,7 @@ from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Shape, full_box
-from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states, require_one_save
+from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, file_name_of_rank, files_of_part, report_missing_ranks
 from ckptkit.plugins.deepspeed.values import (
     dict_or_empty,
@@ -186,7 +186,12 @@ def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report
     if not optimizers and first.shapes is not None:
         message = "the `*_optim_states.pt` files with the fp32 parameters and the optimizer are missing"
         raise Incomplete(message, path=root / first.path, hint="pass this file itself to read its 16-bit weights")
-    require_one_save(list(read.values()), root)
+    for states in read.values():
+        expected, found = (one.saved.get("global_steps") for one in (first, states))
+        if expected != found:
+            mixed = "this directory mixes files of several saves"
+            message = f"expected global_steps {expected} as in `{first.path}`, found {found}: {mixed}"
+            raise Corrupt(message, path=root / states.path, hint="keep the files of one save")
     count = len(models)
     if partitions:
         known = next(iter(partitions.values()))

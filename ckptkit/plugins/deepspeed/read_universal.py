@@ -15,7 +15,7 @@ from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.deepspeed.experts import find_name_around_number
-from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states, require_one_save
+from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.plugins.deepspeed.modules import put_tied, put_unpickled_copy
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, files_of_part
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
@@ -43,8 +43,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     Reports files that are missing or cannot be read. A missing optimizer-state file is not detected, because no other
     file lists it.
     """
-    by_part = list(read_models(root, tag))
-    models = [of_ranks[0] for of_ranks in by_part]
+    models = list(read_models(root, tag))
     shapes = [{name: full_shape(models[0], name, group[name]) for name in group} for group in models[0].shapes or ()]
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
@@ -54,7 +53,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
         message = "expected an expert's number in the full model, found its number on one rank, which other ranks reuse"
         raise Unsupported(message, path=root / tag, tensor=expert)
     gathering = Gathering()
-    described = {model.path for of_ranks in by_part for model in of_ranks}
+    described = {path_from_root(tag, name) for name in names_in(root / tag) if name.endswith("_model_states.pt")}
     trained: dict[str, StoredTensor] = {}
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
         files_by_state = dict(parameter_files(root, tag, name))
@@ -89,19 +88,17 @@ def path_from_root(*names: str) -> str:
     return str(PurePosixPath(*names))
 
 
-def read_models(root: Path, tag: str) -> Iterator[list[ModelStates]]:
-    """Yield the model-states files of each model part: the shared file first, or those of all ranks."""
+def read_models(root: Path, tag: str) -> Iterator[ModelStates]:
+    """Yield one model-states file per model part: the shared file, or the file of the first rank."""
     files = DeepSpeedFiles.of(names_in(root / tag), root / tag)
     if not files.models:
         raise Incomplete("`*_model_states.pt` is missing, which has the names and shapes", path=root / tag)
     for of_part in (files_of_part(files.models, part) for part in files.parts):
-        models: list[ModelStates] = []
-        for name in (path_from_root(tag, name) for name in of_part.values()):
+        if of_part:
+            name = path_from_root(tag, next(iter(of_part.values())))
             with errors_at(path=root / name):
-                models.append(read_model_states(read_state_file(root, name)))
-        require_one_save(models, root)
-        if models:
-            yield models
+                model = read_model_states(read_state_file(root, name))
+            yield model
 
 
 def parameter_files(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
@@ -213,7 +210,7 @@ def put_optimizer(gathering: Gathering, file: StateFile, shapes: Sequence[Mappin
 
 def check_parameter_files(root: Path, tag: str, report: Report) -> None:
     """Report each parameter in the model states that has no file."""
-    for model, *_ in read_models(root, tag):
+    for model in read_models(root, tag):
         for group in model.shapes or ():
             for name in group:
                 try:

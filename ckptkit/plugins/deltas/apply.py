@@ -126,7 +126,7 @@ def patch_recipes_by_name(chain: DeltaChain, base: Layout) -> dict[str, Patched]
     from ckptkit.plugins.deltas.chain import Patched
     from ckptkit.plugins.deltas.open_delta import WHOLE
 
-    lock, load_changes = Lock(), lru_cache(_KEPT)(chain.find_changes_of)
+    lock, load_changes = Lock(), lru_cache(_KEPT)(chain.find_changes_since_full)
 
     def find_changes(name: str) -> Changes | None:
         with lock:  # so that only one thread loads the changes of a tensor

@@ -106,7 +106,7 @@ class DeltaChain:
         """Return the index of the last delta that contains the full tensor; None if there is none."""
         return max((i for i, delta in enumerate(self.deltas) if delta.has_full_tensor(name)), default=None)
 
-    def find_changes_of(self, name: str) -> Changes | None:
+    def find_changes_since_full(self, name: str) -> Changes | None:
         """Return the changes of a tensor since the last delta that contains it in full; None without changes."""
         last = self.find_last_full_delta(name)
         later = self.deltas[0 if last is None else last + 1 :]
@@ -122,7 +122,7 @@ class DeltaChain:
         Raises `Corrupt` after the last block if the CRC-32 differs from the CRC-32 in the last delta.
         """
         expected, crc = self.final_checksums[name], 0
-        last, changes = self.find_last_full_delta(name), self.find_changes_of(name)
+        last, changes = self.find_last_full_delta(name), self.find_changes_since_full(name)
         full_blocks = None if last is None else read_blocks_in_order(self.deltas[last].layout, name + WHOLE)
         for first, old in read_blocks_in_order(base, name):
             new = bytearray(old) if full_blocks is None else next(full_blocks)[1]

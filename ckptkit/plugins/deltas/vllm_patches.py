@@ -49,7 +49,7 @@ def check_patchable(delta: Delta, name: str) -> None:
 
 def all_changes_of(chain: DeltaChain, name: str) -> Changes:
     """Return all changes of a chain to one tensor; a full tensor counts as a change of every element."""
-    last, later = chain.find_last_full_delta(name), chain.find_changes_of(name)
+    last, later = chain.find_last_full_delta(name), chain.find_changes_since_full(name)
     if last is None:
         assert later is not None
         return later

@@ -192,7 +192,7 @@ def test_what_is_refused_changes_nothing(tmp_path: Path, states: list[State]) ->
     root = published(tmp_path, states)
     other = as_hf(tmp_path / "other", policy(torch.float32, seed=7))
     before = files(other)
-    with pytest.raises(Mismatch, match=r"expected a delta of base .*, found 3 deltas of others"):
+    with pytest.raises(Mismatch, match=r"expected a delta of base .*, found 3 deltas with other bases"):
         apply_in_place(other, root)
     with pytest.raises(Mismatch, match="4 of 4 tensors that the delta changes differ"):
         apply_in_place(other, root / "c")
