@@ -313,8 +313,8 @@ def names_to_remove(selection: Selection, remote_names: Collection[str]) -> set[
     """
     others = set(remote_names) - selection.contents.keys()
     reader = selection.reader
-    sharded = get_format("dcp")
-    removed = {name for name in others if name == MANIFEST or _LOADED.fullmatch(name) or sharded.owns_file(name)}
+    dcp, in_root = get_format("dcp"), {name for name in others if "/" not in name}
+    removed = {name for name in in_root if name == MANIFEST or _LOADED.fullmatch(name) or dcp.owns_file(name)}
     if not reader.is_model_only:
         removed |= {name for name in others if reader.owns_file(name.partition("/")[0])}
     adapters = others - removed | selection.contents.keys()
