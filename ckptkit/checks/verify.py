@@ -166,7 +166,7 @@ def verify(
     results: list[Verified] = []
     for checkpoint in checkpoints:
         parts = with_inconsistencies(checkpoint, verify_components(checkpoint, look, known))
-        results += with_unproved_as_problems(parts) if fast else with_master_comparison(checkpoint, parts, jobs)
+        results += with_store_findings(parts) if fast else with_master_comparison(checkpoint, parts, jobs)
     if against is not None and all(part.is_ok for part in results):
         from ckptkit.checks.diff import compare_configs, compare_tensors_with_source  # deferred: imports the engine
 
@@ -188,10 +188,20 @@ def verify(
     return results
 
 
-def with_unproved_as_problems(results: list[Verified]) -> list[Verified]:
-    return [
-        part if part.unproved is None else replace(part, problems=(*part.problems, part.unproved)) for part in results
-    ]
+def with_store_findings(results: Iterable[Verified]) -> Iterator[Verified]:
+    """Yield the results of `verify --fast`, with what the checksums of a store do not prove."""
+    for part in results:
+        if part.unproved is not None:
+            yield replace(part, problems=(*part.problems, part.unproved))
+            continue
+        root = part.path if part.path.is_dir() else part.path.parent
+        names = [] if part.has_manifest else sorted(str(path.relative_to(root)) for path in part.looked_at)
+        kept = read_store_checksums(root, names)
+        if kept.sums or kept.others:  # else the store has no checksums, or the files are local
+            note = f"--fast cannot verify the files without a manifest; the store has {kept.describe_checksums(names)}"
+            yield replace(part, notes=(*part.notes, note))
+        else:
+            yield part
 
 
 def with_inconsistencies(checkpoint: Checkpoint, results: list[Verified]) -> list[Verified]:
@@ -365,7 +375,7 @@ def add_empty_adapter_problem(components: Iterable[Component], layout: Layout, p
 def check_structure(own: OwnFiles, problems: Problems) -> Verified:
     """Check everything except the data of large tensors; a store's checksums of files prove these too."""
     sizes = file_sizes_of(own, problems)
-    store_sums = read_store_checksums(own.root, sizes)
+    store_sums = read_store_checksums(own.root, sizes if own.manifest is not None else ())
     proved = {name: store_sums.sums[name] for name in store_sums.sums if name in own.recorded_file_sums}
     rest = {name: size for name, size in sizes.items() if name not in proved}
     content, extents = check_zip_wrappers(own, rest, problems, with_packed=False)
@@ -386,11 +396,6 @@ def with_store_proof(
     store_sums: StoreSums,
 ) -> Verified:
     """Return the result with the files that the store's checksums prove, and an error that names the others."""
-    if own.manifest is None:
-        note = (
-            f"--fast cannot verify the files without a manifest; the store has {store_sums.describe_checksums(sizes)}"
-        )
-        return replace(verified, notes=(*verified.notes, note))
     unproved = None
     if others := sizes.keys() - proved:
         no_crc, unlisted = (sorted(others & sums.keys()) for sums in (store_sums.others, store_sums.sums))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -165,7 +166,7 @@ def pull(
     print_text_line(f"{count(len(done.files), 'file')}, {format_bytes(done.nbytes)} in {done.seconds:.2f} s{here}")
     print_text_line("every file matches its checksum on the Hub")
     unknown = "note: it contains no checkpoint in a known format"
-    print_text_line(f"next: ckptkit inspect {done.output}" if done.format else unknown)
+    print_text_line(f"next: ckptkit inspect {quote(str(done.output))}" if done.format else unknown)
 
 
 @with_options(_CP_OPTIONS)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from ckptkit.checkpoints.account import Account
@@ -214,7 +215,7 @@ def amount_lines(done: Converted) -> Iterator[str]:
     if done.resumed_bytes:
         yield f"resumed: an earlier call had written {format_bytes(done.resumed_bytes)}"
     if not done.is_finished:
-        yield f"this part is done; when all are: ckptkit finalize {done.output}"
+        yield f"this part is done; when all are: ckptkit finalize {quote(str(done.output))}"
     elif done.dry_run:
         room = "" if done.free_bytes is None else f"; {format_bytes(done.free_bytes)} are free"
         yield f"{count(done.copies, 'chunk')} to read, {format_bytes(done.nbytes)} to write{room}"
