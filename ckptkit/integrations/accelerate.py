@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from ckptkit.io.destination import to_destination
 from ckptkit.io.path import is_remote, to_path
 from ckptkit.io.staging import remove_dead_leftovers
 from ckptkit.runs.prune import prune
-from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.run import failed_deletions_as_warnings
 
 _OWN_SAVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -54,16 +53,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
         if keep_last is not None and keep_last < 1:
             raise too_small_error("keep_last", 1, keep_last)
         self._keep_last = keep_last
-
-    # Both are created on first use, on all ranks: they make a process group.
-
-    @cached_property
-    def _ranks(self) -> Ranks:
-        return Ranks.in_separate_group()
-
-    @cached_property
-    def _saver(self) -> BackgroundSaver:
-        return BackgroundSaver(self._ranks)
+        self._saver = BackgroundSaver()
 
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is visible. Raises the error of any rank on all ranks."""
@@ -91,7 +81,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
             directory = output_dir
         path = to_destination(directory)
         save = partial(super().save_state, safe_serialization=safe_serialization, **options)
-        if reason := self._ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
+        if reason := self._saver.ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
             warn(f"{reason}, so the training waits until {path.name} is written")
             return save(output_dir)
 
@@ -126,7 +116,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             # Accelerate would take the hidden files of a killed save for the newest checkpoint
             folder = Path(self.project_dir, "checkpoints")
-            self._ranks.run_on_first_rank(lambda: remove_dead_leftovers(folder))
+            self._saver.ranks.run_on_first_rank(lambda: remove_dead_leftovers(folder))
         if input_dir is None or not is_remote(path := to_path(input_dir)):
             super().load_state(input_dir, *arguments, **options)
             return
@@ -136,9 +126,9 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
     @contextmanager
     def _downloaded(self, path: Path) -> Iterator[Path]:
         """Copy a checkpoint from a store to a temporary directory of each machine, for the time of the block."""
-        folder = Path(self._ranks.run_on_first_rank(lambda: tempfile.mkdtemp(prefix="ckptkit-")))
+        folder = Path(self._saver.ranks.run_on_first_rank(lambda: tempfile.mkdtemp(prefix="ckptkit-")))
         try:
-            self._ranks.run_on_all_ranks(lambda: self.is_local_main_process and cp(path, folder / path.name))
+            self._saver.ranks.run_on_all_ranks(lambda: self.is_local_main_process and cp(path, folder / path.name))
             yield folder / path.name
         finally:
             self.wait_for_everyone()

@@ -11,14 +11,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.errors import first_of, warn
+from ckptkit.errors import IOFailure, first_of, warn
 from ckptkit.hub.cp import cp
 from ckptkit.io.path import is_remote
 from ckptkit.io.staging import Stage, errors_naming_destination
@@ -36,15 +37,26 @@ class BackgroundSaver:
 
     A directory appears under its name when all ranks have written it, so the ranks must share a file system. A
     directory in a store is written to the temporary directory first, and then copied.
+
+    Only `save` and `ranks` are collective. A rank that fails before the first save can therefore call `wait` and `then`
+    alone. Before the first save the saver can be pickled.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
-        ignore_torch_warnings()
-        self._ranks = ranks
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit")
+    def __init__(self, make_ranks: Callable[[], Ranks] = Ranks.in_separate_group) -> None:
+        self._make_ranks = make_ranks
         self._saving: Future[None] | None = None
         self._folder = Path()  # where the library writes during a save
         self._deferred: list[tuple[WriteState, Path, Any]] = []
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Return the ranks. The first use makes a process group, so all ranks must get there."""
+        return self._make_ranks()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        ignore_torch_warnings()
+        return ThreadPoolExecutor(1, thread_name_prefix="ckptkit")
 
     def save(self, path: Path, write: Callable[[Path], object], *, overwrite: bool = False) -> None:
         """Save directory `path`: `write` is the library's code, and gets the hidden directory, which has the same name.
@@ -53,17 +65,17 @@ class BackgroundSaver:
         ranks, and leaves no files. `wait`, `then` and the next `save` raise an error of the thread.
         """
         self.wait()
-        local = self._ranks.run_on_first_rank(lambda: local_path_for(path, overwrite=overwrite))
+        local = self.ranks.run_on_first_rank(lambda: local_path_for(path, overwrite=overwrite))
         stage = Stage(local, overwrite=overwrite)
         try:
-            self._folder = self._ranks.run_on_first_rank(lambda: stage.open().path) / path.name
-            self._ranks.run_on_first_rank(self._folder.mkdir)
+            self._folder = stage.path / path.name
+            self.ranks.run_on_first_rank(lambda: stage.open().path.joinpath(path.name).mkdir())
+            self.ranks.run_on_all_ranks(lambda: require_shared(self._folder, path, self.ranks.rank))
             # the libraries have no hook for their shards, but look this function up at each save; if one
             # of them stops doing so, it writes its shards now, into the same hidden directory
             with replaced(dcp, "save", partial(self._defer_shards, dcp.save)):
-                self._ranks.run_on_all_ranks(lambda: write(self._folder))
-            self._ranks.run_on_first_rank(partial(move_up, self._folder))
-            copies = copy_to_cpu({"states": [state for _, _, state in self._deferred]})["states"]
+                copies = self.ranks.run_on_all_ranks(partial(self._write_and_copy, write))
+            self.ranks.run_on_first_rank(partial(move_up, self._folder))
             writes = [
                 partial(write_state, stage.path / name, copy)
                 for (write_state, name, _), copy in zip(self._deferred, copies, strict=True)
@@ -98,6 +110,12 @@ class BackgroundSaver:
         if saving is not None:
             saving.result()
 
+    def _write_and_copy(self, write: Callable[[Path], object]) -> list[Any]:
+        """Let the library write, and return copies of the states that it deferred."""
+        write(self._folder)
+        copies: list[Any] = copy_to_cpu({"states": [state for _, _, state in self._deferred]})["states"]
+        return copies
+
     def _defer_shards(
         self,
         save: Callable[..., Any],
@@ -105,29 +123,36 @@ class BackgroundSaver:
         *,
         checkpoint_id: Any = None,
         storage_writer: Any = None,
+        planner: Any = None,
         **options: Any,
     ) -> Any:
-        """Stand in for `torch.distributed.checkpoint.save`."""
+        """Stand in for `torch.distributed.checkpoint.save`.
+
+        A save outside of the hidden directory, with some of the ranks or with a planner of the caller, is torch's own.
+        """
         directory = Path(checkpoint_id or getattr(storage_writer, "path", ""))
-        if not directory.is_relative_to(self._folder):
-            return save(state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, **options)
+        is_plain = planner is None or type(planner) is DefaultSavePlanner
+        if not (is_plain and directory.is_relative_to(self._folder)) or any(options.values()):
+            return save(
+                state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner, **options
+            )
         self.defer(self._write_shards, directory, state_dict)
         return None
 
     def _write_shards(self, directory: Path, state: Any) -> None:
         """Write a DCP directory from all ranks, beside the files of the library that are in it, if there are any."""
-        files = self._ranks.run_on_first_rank(partial(take_files, directory))
+        files = self.ranks.run_on_first_rank(partial(take_files, directory))
         writer = RoomWriter(directory, "dcp", files=files)
-        Saver(self._ranks, "sharded", {}).write_state(writer, state, directory)
+        Saver(self.ranks, "sharded", {}).write_state(writer, state, directory)
 
     def _finish(self, stage: Stage, path: Path, writes: Sequence[Callable[[], object]], *, overwrite: bool) -> None:
         """Write the states and make the directory visible. Runs in the thread."""
         try:
             with errors_naming_destination(stage.dst):
-                self._ranks.run_on_all_ranks(lambda: [write() for write in writes])
-                self._ranks.run_on_first_rank(stage.commit)
+                self.ranks.run_on_all_ranks(lambda: [write() for write in writes])
+                self.ranks.run_on_first_rank(stage.commit)
             if is_remote(path):
-                self._ranks.run_on_first_rank(lambda: copy_to_store(stage.dst, path, overwrite=overwrite))
+                self.ranks.run_on_first_rank(lambda: copy_to_store(stage.dst, path, overwrite=overwrite))
         finally:
             discard(stage, path)
 
@@ -142,6 +167,17 @@ def local_path_for(path: Path, *, overwrite: bool) -> Path:
     if overwrite:
         check_replaceable(path, output_is_training=True)
     return path
+
+
+def require_shared(folder: Path, path: Path, rank: int) -> None:
+    """Raise `IOFailure` if this rank does not see the hidden directory that rank 0 made to save `path`."""
+    if not folder.is_dir():
+        where = "set TMPDIR to" if is_remote(path) else "save to"
+        raise IOFailure(
+            f"rank {rank} does not see the files of rank 0 in this directory",
+            path=folder.parent.parent,
+            hint=f"{where} a directory that all ranks share",
+        )
 
 
 def move_up(folder: Path) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.open import LazyCheckpoint
-from ckptkit.errors import Corrupt, Usage, warn
+from ckptkit.errors import Corrupt, Usage, translate_os_errors, warn
 from ckptkit.formats import decompress_entries
 from ckptkit.integrations.background import BackgroundSaver
 from ckptkit.io.path import to_local_path
@@ -42,6 +42,7 @@ from ckptkit.runs.watches import is_being_handled
 from ckptkit.storage.entries import archive_bytes_of, entry_as_torch_save
 from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.storage.writer import Writer
+from ckptkit.training.saving.run import failed_deletions_as_warnings
 from ckptkit.training.saving.state import nest_leaves
 
 FORM = "ckptkit_form"  # entry with the nested values, in which key paths replace the tensors
@@ -64,7 +65,7 @@ class CkptkitIO(TorchCheckpointIO):
     def __init__(self, *, background: bool = False) -> None:
         super().__init__()
         # rank 0 alone calls the plugin
-        self._saver = BackgroundSaver(Ranks(is_alone=True)) if background else None
+        self._saver = BackgroundSaver(partial(Ranks, is_alone=True)) if background else None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
@@ -144,8 +145,8 @@ class _SavesInBackground(Strategy):
     """Mixin for Lightning's strategies: saves shards in the background."""
 
     @cached_property
-    def _saver(self) -> BackgroundSaver:  # created on first use, on all ranks: it makes a process group
-        return BackgroundSaver(Ranks.in_separate_group())
+    def _saver(self) -> BackgroundSaver:
+        return BackgroundSaver()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save a checkpoint to directory `filepath`, and replace an existing one. Raises a `CkptError` on all ranks."""
@@ -203,15 +204,16 @@ def save_in_background(saver: BackgroundSaver, path: Path, write: Callable[[Path
 def delete_unless_protected(path: Path) -> None:
     """Delete a checkpoint, unless it is pinned, in use by a watch, or read by another entry of the run.
 
-    Renames a directory to a hidden name first.
+    Renames a directory to a hidden name first. An error is a warning.
     """
-    if not path.is_dir():
-        TorchCheckpointIO().remove_checkpoint(path)
-        return
-    with deleting(path.parent, patience=_PATIENCE):
-        # not by what the trainer recorded as the best: ModelCheckpoint decides that, and an old record is outdated
-        if not (is_pinned(path) or is_being_handled(path) or path.name in readers_in(path.parent)):
-            delete_checkpoint(path)
+    with failed_deletions_as_warnings(), translate_os_errors(path):
+        if not path.is_dir():
+            TorchCheckpointIO().remove_checkpoint(path)
+            return
+        with deleting(path.parent, patience=_PATIENCE):
+            # not by what the trainer recorded as the best: ModelCheckpoint decides that, and an old record is outdated
+            if not (is_pinned(path) or is_being_handled(path) or path.name in readers_in(path.parent)):
+                delete_checkpoint(path)
 
 
 def as_file(path: str | os.PathLike[str], weights_only: bool | None = None) -> BytesIO:

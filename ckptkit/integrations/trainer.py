@@ -16,7 +16,6 @@ from ckptkit.errors import warn
 from ckptkit.integrations.accelerate import why_not_sharded, without_offload
 from ckptkit.integrations.background import BackgroundSaver
 from ckptkit.integrations.transformers import save_config_and_tokenizer
-from ckptkit.storage.ranks import Ranks
 
 STATE = "trainer_state.json"
 
@@ -36,12 +35,8 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
     _run: Path | None = None  # where the Trainer's own code writes during a save
 
     @cached_property
-    def _ranks(self) -> Ranks:
-        return Ranks.in_separate_group()
-
-    @cached_property
     def _saver(self) -> BackgroundSaver:
-        return BackgroundSaver(self._ranks)
+        return BackgroundSaver()
 
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is visible. Raises the error of any rank on all ranks."""
@@ -66,14 +61,14 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
         run = Path(self._get_output_dir(trial))
         path = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         save = partial(super()._save_checkpoint, model, trial)
-        if reason := self._ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
+        if reason := self._saver.ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
             warn(f"{reason}, so the training waits until {path.name} is written")
             save()
             return
         self._saver.save(path, lambda folder: self._write_files(save, folder, path))
         if self.is_world_process_zero():
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-            self._saver.then(partial(rotate_checkpoints, str(run), limit, best))
+            self._saver.then(partial(rotate_checkpoints, str(run), limit, best, use_mtime=True))
 
     def _write_files(self, save: Any, folder: Path, path: Path) -> None:
         """Let the Trainer save into `folder`, which will be `path`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 import warnings
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checks.verify import verify
 from ckptkit.errors import CkptError
 from ckptkit.io.staging import Stage
+from ckptkit.runs.deletion import deleting
 from ckptkit.runs.pin import pin
 from tests.producers import spawn
 from tests.trainers.produced_lightning import batches, be_torchrun, make_module
@@ -45,7 +47,8 @@ def make_trainer(
     plugins: list[Any] = []
     chosen: Any = "auto"
     if strategy in ("", "DDPStrategy"):
-        plugins = [ours.CkptkitIO(background=True)]
+        # as it arrives in a process of ddp_spawn
+        plugins = [pickle.loads(pickle.dumps(ours.CkptkitIO(background=True)))]
     if strategy == "DDPStrategy":
         chosen = DDPStrategy(process_group_backend="gloo")
     elif strategy in ("", "theirs"):
@@ -187,6 +190,15 @@ def test_a_pinned_checkpoint_stays(tmp_path: Path) -> None:
     assert kept == ["epoch=0-step=2.ckpt", "epoch=0-step=6.ckpt"]
 
 
+def test_a_failed_deletion_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptkit.integrations import lightning as ours
+
+    monkeypatch.setattr(ours, "_PATIENCE", 0.0)
+    (tmp_path / "epoch=0-step=2.ckpt").mkdir()
+    with deleting(tmp_path), pytest.warns(match="an old checkpoint was not deleted: .*another process is deleting"):
+        ours.CkptkitIO().remove_checkpoint(tmp_path / "epoch=0-step=2.ckpt")
+
+
 def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lightning
 
@@ -220,13 +232,13 @@ def _fit_full(home: Path) -> None:
     be_torchrun()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer, module = make_trainer(home, FSDP2, 2)
+        trainer, module = make_trainer(home, FSDP2, 6)  # rank 0 deletes older checkpoints
         trainer.strategy._save_distributed_checkpoint = False
         trainer.fit(module, batches())
 
 
 def test_a_full_model_of_a_strategy_is_the_file_of_lightning(tmp_path: Path) -> None:
-    spawn(2, _fit_full, tmp_path)
+    spawn(2, _fit_full, tmp_path, timeout=45)
     (file,) = tmp_path.iterdir()
     assert file.is_file()
     assert torch.load(file, weights_only=True)["state_dict"].keys() == {
