@@ -7,9 +7,10 @@ accelerator.save_state("run/step_500")
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,16 +21,18 @@ from accelerate import Accelerator, DistributedType, checkpointing
 
 from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.make_manifest import make_manifest
-from ckptkit.errors import Usage, too_small_error, warn
+from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, too_small_error, warn
 from ckptkit.hub.cp import cp
 from ckptkit.integrations.background import BackgroundSaver, replaced
 from ckptkit.io.destination import to_destination
+from ckptkit.io.file import list_directories
 from ckptkit.io.path import is_remote, to_path
-from ckptkit.io.staging import remove_dead_leftovers
-from ckptkit.runs.prune import prune
+from ckptkit.runs.keeper import open_run_backend
+from ckptkit.runs.prune import execute_prune, prune
 from ckptkit.training.saving.run import failed_deletions_as_warnings
 
 _OWN_SAVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+_AUTOMATIC_NAME = re.compile(r"checkpoint_(\d+)")
 
 
 class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
@@ -41,7 +44,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
 
     `keep_last` keeps so many of the newest checkpoints in the directory of the one that was saved, by the rules of
     `ckptkit prune`. With `automatic_checkpoint_naming`, the default is Accelerate's `total_limit`. An older checkpoint
-    is deleted only when the new one is visible.
+    is deleted only when the new one is visible. The one just saved stays, too, if the training was rewound.
 
     A save that fails raises in the next save or load, or in `end_training`. With DeepSpeed, Megatron-LM, XLA,
     FULL_STATE_DICT or `save_on_each_node`, and to a directory that contains other files, Accelerate itself saves, with
@@ -82,26 +85,35 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
         path = to_destination(directory)
         save = partial(super().save_state, safe_serialization=safe_serialization, **options)
         if reason := self._saver.ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
+            if is_remote(path):
+                message = f"{reason}, so Accelerate itself saves, which writes to local directories only"
+                hint = f"save to a local directory, and copy that with `ckptkit cp LOCAL {path}`"
+                raise Unsupported(message, path=path, hint=hint)
             warn(f"{reason}, so the training waits until {path.name} is written")
-            return save(output_dir)
+            saved = save(output_dir)
+            self.wait_for_everyone()
+        else:
+            saved = path
+            self._save_in_background(save, path, overwrite=not is_named)
+        keep_last = project.total_limit if self._keep_last is None and is_named else self._keep_last
+        if keep_last and (self.is_local_main_process if project.save_on_each_node else self.is_main_process):
+            self._saver.then(partial(delete_older, path, keep_last))
+        return saved
 
+    def _save_in_background(self, save: Callable[[str], object], path: Path, *, overwrite: bool) -> None:
         is_sharded = self.distributed_type == DistributedType.FSDP
 
         def write(folder: Path) -> None:
             with ExitStack() as changes:
-                changes.enter_context(replaced(project, "automatic_checkpoint_naming", False))
+                changes.enter_context(replaced(self.project_configuration, "automatic_checkpoint_naming", False))
                 changes.enter_context(replaced(checkpointing, "save", partial(self._defer_file, checkpointing.save)))
                 if is_sharded:
                     changes.enter_context(without_offload(self.state.fsdp_plugin))
                 save(str(folder))
             if self.is_main_process and not is_sharded:
-                self._saver.defer(lambda path, _: make_manifest(path), folder, None)
+                self._saver.defer(lambda directory, _: add_manifest(directory, path), folder, None)
 
-        self._saver.save(path, write, overwrite=not is_named)
-        keep_last = project.total_limit if self._keep_last is None and is_named else self._keep_last
-        if keep_last and self.is_main_process:
-            self._saver.then(partial(delete_older, path.parent, keep_last))
-        return path
+        self._saver.save(path, write, overwrite=overwrite)
 
     def _defer_file(self, save: Any, state: Any, file: Any, **options: Any) -> None:
         """Stand in for the function with which Accelerate saves a file on the main process."""
@@ -114,9 +126,9 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
         """Load a state, as Accelerate does, from a directory or a store. Raises a `CkptError` on all ranks."""
         self.wait_for_save()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
-            # Accelerate would take the hidden files of a killed save for the newest checkpoint
+            # Accelerate would take hidden entries, such as pins and the files of a killed save, for checkpoints
             folder = Path(self.project_dir, "checkpoints")
-            self._saver.ranks.run_on_first_rank(lambda: remove_dead_leftovers(folder))
+            input_dir = self._saver.ranks.run_on_first_rank(lambda: find_newest(folder))
         if input_dir is None or not is_remote(path := to_path(input_dir)):
             super().load_state(input_dir, *arguments, **options)
             return
@@ -130,16 +142,43 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
         try:
             self._saver.ranks.run_on_all_ranks(lambda: self.is_local_main_process and cp(path, folder / path.name))
             yield folder / path.name
+            self.wait_for_everyone()  # not after an error, which may be of this rank alone
         finally:
-            self.wait_for_everyone()
             if self.is_local_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def delete_older(run: Path, keep_last: int) -> None:
-    """Delete all but the newest checkpoints of a run."""
+def add_manifest(directory: Path, path: Path) -> None:
+    """Record the checksums of the checkpoint that will be `path`.
+
+    It is complete without them. If ckptkit cannot read it, for example because it has no model, that is a warning.
+    """
+    try:
+        make_manifest(directory)
+    except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported) as error:
+        warn(f"{path}: saved without a manifest: {error.message}")
+
+
+def delete_older(saved: Path, keep_last: int) -> None:
+    """Delete all but the newest checkpoints of the run, and the one that was just saved.
+
+    That one is not the newest if the training was resumed from an older one.
+    """
     with failed_deletions_as_warnings():
-        prune(run, keep_last=keep_last, yes=True)
+        plan = prune(saved.parent, keep_last=keep_last)
+        keeper = open_run_backend(saved.parent)
+        delete = tuple(entry for entry in plan.delete if entry.path.name != saved.name)
+        with keeper.pruning():
+            execute_prune(replace(plan, delete=delete), keeper, None, None)
+
+
+def find_newest(folder: Path) -> str:
+    """Return the newest checkpoint with an automatic name. Raises `NotACheckpoint` if there is none."""
+    names = [path.name for path in list_directories(folder)] if folder.is_dir() else []
+    numbers = [int(match[1]) for name in names if (match := _AUTOMATIC_NAME.fullmatch(name))]
+    if not numbers:
+        raise NotACheckpoint("expected checkpoint_0, checkpoint_1 ..., found none", path=folder)
+    return str(folder / f"checkpoint_{max(numbers)}")
 
 
 def why_not_in_background(accelerator: Accelerator, path: Path) -> str | None:

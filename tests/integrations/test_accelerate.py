@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptkit.checks.verify import verify
-from ckptkit.errors import Usage
+from ckptkit.errors import Unsupported, Usage
+from ckptkit.io.path import to_path
 from ckptkit.io.staging import Stage
+from ckptkit.runs.pin import pin
 from tests.producers import spawn
 from tests.s3 import Place
 from tests.trainers.produced_lightning import be_torchrun
@@ -202,6 +204,7 @@ def test_with_automatic_names_an_older_checkpoint_goes_when_the_new_one_is_there
     assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
     Stage(root / "checkpoint_3").open()  # as a killed save leaves it
     os.unlink(root / ".checkpoint_3.ckptkit.lock")
+    pin(root / "checkpoint_1")  # in a hidden directory, which Accelerate takes for a checkpoint
     project.iteration = 0
     other = fresh(ours, project_config=project)
     other.accelerator.load_state()
@@ -236,6 +239,43 @@ def test_a_checkpoint_is_replaced_and_a_directory_with_other_files_is_not(tmp_pa
     assert (tmp_path / "last" / "notes.txt").exists()
     with pytest.raises(Usage, match="keep_last: expected 1 or more, found 0"):
         fresh(ours, keep_last=0)
+
+
+def test_the_checkpoint_just_saved_stays_after_a_rewind(tmp_path: Path) -> None:
+    loop = fresh(ours, keep_last=1)
+    for step in (6, 2, 4):
+        loop.train(1)
+        loop.accelerator.save_state(tmp_path / f"step_{step}")
+    loop.accelerator.wait_for_save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6"]
+
+
+def test_accelerate_itself_saves_and_older_checkpoints_go_but_not_to_a_store(tmp_path: Path) -> None:
+    project = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
+    loop = fresh(ours, keep_last=1, project_config=project)
+    for step in (2, 4):
+        loop.train(1)
+        with pytest.warns(match="save_on_each_node is set, so the training waits"):
+            loop.accelerator.save_state(tmp_path / f"step_{step}")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_4"]
+    with pytest.raises(Unsupported, match="save_on_each_node is set, so Accelerate itself saves") as raised:
+        loop.accelerator.save_state("s3://bucket/run/step_6")
+    assert raised.value.path == to_path("s3://bucket/run/step_6")
+
+
+def test_a_checkpoint_without_a_model_is_saved_without_a_manifest(tmp_path: Path) -> None:
+    from ckptkit.integrations.accelerate import BackgroundAccelerator
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = BackgroundAccelerator(cpu=True)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_state(tmp_path / "step_1")
+    with pytest.warns(match="step_1: saved without a manifest: "):
+        accelerator.wait_for_save()
+    counter.seen = [1.0]
+    accelerator.load_state(tmp_path / "step_1")
+    assert counter.seen == []
 
 
 def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
