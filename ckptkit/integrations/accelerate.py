@@ -116,7 +116,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
         self._saver.save(path, write, overwrite=overwrite)
 
     def _defer_file(self, save: Any, state: Any, file: Any, **options: Any) -> None:
-        """Stand in for the function with which Accelerate saves a file on the main process."""
+        """Save a file of Accelerate later, in the thread. Takes the place of its `save`."""
         if not isinstance(state, dict):
             save(state, file, **options)  # a sampler, which refers to its data set
         elif self.is_main_process:
@@ -173,7 +173,7 @@ def delete_older(saved: Path, keep_last: int) -> None:
 
 
 def find_newest(folder: Path) -> str:
-    """Return the newest checkpoint with an automatic name. Raises `NotACheckpoint` if there is none."""
+    """Return the `checkpoint_N` with the highest number. Raises `NotACheckpoint` if there is none."""
     names = [path.name for path in list_directories(folder)] if folder.is_dir() else []
     numbers = [int(match[1]) for name in names if (match := _AUTOMATIC_NAME.fullmatch(name))]
     if not numbers:

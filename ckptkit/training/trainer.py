@@ -172,7 +172,7 @@ class Trainer:
 
         Returns the mean loss per token over all ranks and on this rank, and the number of tokens on all ranks.
         """
-        # micro-batches, of which every rank has equally many
+        # every rank has the same number of micro-batches
         start, size = self.progress.sequences, self.config.batch_size
         mine = indices_of_rank(range(start, start + size), self.rank, self.world_size)
         largest = math.ceil(size / self.world_size)

@@ -142,7 +142,7 @@ def _be_killed(home: Path) -> None:
 
 def _resume(home: Path) -> None:
     be_torchrun()
-    # from the second step on, of which Lightning keeps what it resumed from, and the best
+    # resumes at step 2; Lightning keeps that checkpoint, and the best
     fit(home, FSDP2, 8, home / "epoch=0-step=2.ckpt", monitor="step", mode="max")
 
 

@@ -90,7 +90,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
     if (smallest := min(layers, *sizes.values())) < 1:
         message = f"expected sizes of 1 or more in the config of this `{described.get('model_type')}`, found {smallest}"
         raise Unsupported(message)
-    # the elements per token of each norm in the first block; if there is none, of two norms
+    # elements per token of the norms in the first block; two norms if it has none
     widths = {"q_norm": sizes["q"], "k_norm": sizes["k"]}
     norms = [name.split(".")[-2] for name in parameters if re.match(r".*?\.0\..*norm\.weight$", name)]
     return Architecture(
