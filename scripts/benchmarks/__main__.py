@@ -17,9 +17,11 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from scripts.benchmarks.consolidate import consolidate, inspect, large
 from scripts.benchmarks.delta import delta
+from scripts.benchmarks.gpu import gpu
 from scripts.benchmarks.manage import manage
 from scripts.benchmarks.merge import merge
 from scripts.benchmarks.names import names
@@ -45,7 +47,7 @@ class Benchmark:
     """A benchmark: the function that runs it and prints its tables, and the defaults of its options."""
 
     run: Callable[..., None]
-    defaults: Mapping[str, float] = field(default_factory=dict)
+    defaults: Mapping[str, float | str] = field(default_factory=dict)
 
 
 BENCHMARKS = {
@@ -68,8 +70,14 @@ BENCHMARKS = {
     "scale": Benchmark(scale),
     "trillion": Benchmark(trillion, {"layers": 61}),
     "train": Benchmark(train),
+    "gpu": Benchmark(gpu, {"size_gb": 4.8, "runs": 1, "device": "cuda"}),
 }
-HELP = {"size_gb": "size of the checkpoint in GB", "runs": "runs of each program", "layers": "layers of the model"}
+HELP = {
+    "size_gb": "size of the checkpoint in GB",
+    "runs": "runs of each program",
+    "layers": "layers of the model",
+    "device": "where loads go",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -113,7 +121,7 @@ def add_own_options(command: argparse.ArgumentParser, name: str) -> None:
 def describe(arguments: Sequence[str]) -> str:
     """Return the command, the day and the machine that a table is to be read with."""
     day = f"{datetime.now(UTC):%Y-%m-%d}"
-    versions = ", ".join(f"{name} {version(name)}" for name in VERSIONS)
+    versions = ", ".join(f"{name} {version(name)}" for name in VERSIONS if find_spec(name))
     command = shlex.join(["scripts/bench", *arguments])
     cores = len(os.sched_getaffinity(0))
     return paragraph(
@@ -142,7 +150,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all is cleared away
     parser = make_parser()
     given = parser.parse_args()
-    for arguments in [sys.argv[1:]] if given.name else [[name] for name in BENCHMARKS]:
+    for arguments in [sys.argv[1:]] if given.name else [[name] for name in BENCHMARKS if name != "gpu"]:
         run_one(parser, [word for word in arguments if word != "--write"], write=given.write)
 
 

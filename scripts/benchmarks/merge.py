@@ -53,6 +53,6 @@ def merge(size_gb: float, runs: int) -> None:
     print(table(results))
 
 
-def save(home: Path, size_gb: float) -> None:
-    """Save a base and an adapter, as transformers and PEFT do."""
-    subprocess.run([sys.executable, "-m", INPUTS, str(home), str(size_gb), str(RANK)], check=True)
+def save(home: Path, size_gb: float, rank: int = RANK) -> None:
+    """Save a base, and an adapter if it has a rank, as transformers and PEFT do."""
+    subprocess.run([sys.executable, "-m", INPUTS, str(home), str(size_gb), str(rank)], check=True)

@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LAYERS, VOCABULARY = 8, 32_000
 
 
 def main() -> None:
-    """Save a base of about so many GB, and an adapter of a rank, in a directory."""
+    """Save a base of about so many GB, and an adapter of a rank above 0, in a directory."""
     home, size_gb, rank = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     width = 128 * max(1, round((size_gb * 1e9 / 2 / (LAYERS * 12)) ** 0.5 / 128))  # a layer has 12 times its square
     config = LlamaConfig(
@@ -28,6 +27,10 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16)
     model = LlamaForCausalLM(config)
     model.save_pretrained(home / "base", max_shard_size="10GB")
+    if not rank:
+        return
+    from peft import LoraConfig, get_peft_model  # not on every machine
+
     torch.set_default_dtype(torch.float32)
     adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     for name, parameter in adapted.named_parameters():

@@ -108,7 +108,9 @@ def reshard(mesh: DeviceMesh, options: argparse.Namespace) -> float:
 def empty(make: Callable[..., dict[str, Any]], mesh: DeviceMesh, options: argparse.Namespace) -> dict[str, Any]:
     """Return a state without any number in it, sharded over all ranks."""
     dtype = getattr(torch, options.dtype)
-    return make(options.size_gb, dtype, mesh, lambda shape: torch.full(shape, torch.nan, dtype=dtype))
+    return make(
+        options.size_gb, dtype, mesh, lambda shape: torch.full(shape, torch.nan, dtype=dtype, device=mesh.device_type)
+    )
 
 
 def require_loaded(model: dict[str, DTensor]) -> None:
@@ -128,6 +130,8 @@ def timed(work: Callable[[], None]) -> float:
     dist.barrier()
     began = time.perf_counter()
     work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     dist.barrier()
     return time.perf_counter() - began
 
@@ -137,7 +141,7 @@ WORKS = {"load": load, "save": save, "reshard": reshard}
 
 def work(options: argparse.Namespace, place: RankPlace, report: Report) -> None:
     """Do the work of one rank; rank 0 reports its seconds, and the memory of all ranks together in MiB."""
-    with process_group(place, "cpu") as mesh:
+    with process_group(place, options.device) as mesh:
         seconds = WORKS[options.what](mesh, options)
         peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         dist.all_reduce(peak)
@@ -156,6 +160,7 @@ def main() -> None:
     parser.add_argument("--by", choices=["dcp", "ckptkit", "hf", "hf-later", "preadv", *STORE_WRITERS])
     parser.add_argument("--size-gb", type=float)
     parser.add_argument("--dtype")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-sync", action="store_true")
     options = parser.parse_args()
     launch(partial(work, options), options.ranks, lambda facts: print(json.dumps(facts)))

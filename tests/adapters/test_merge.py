@@ -187,7 +187,8 @@ def assert_merged(out: Path, truth: Mapping[str, Tensor], *, is_exact: bool = Tr
 def test_it_is_what_the_library_merges(tmp_path: Path, name: str) -> None:
     make, config = CASES[name]
     made = Made(tmp_path, make(), **config)
-    is_exact = "DoRA" not in name and name != "convolutions"  # some CPUs round products of odd sizes another way
+    # some CPUs round products of odd sizes, such as rank 9, another way
+    is_exact = "DoRA" not in name and name not in ("convolutions", "parameter, rank-stabilised")
     done = ckptkit.merge(made.base, made.saved, tmp_path / "out")
     assert_merged(tmp_path / "out", made.truth, is_exact=is_exact)
     assert not any("no matrices for" in warning for warning in done.warnings)
