@@ -39,8 +39,8 @@ def conversions(home: Path, size_gb: float, runs: int) -> None:
             contenders.append(Contender(name, f"ckptkit {command} --jobs {jobs}", src, cat.name, least=0.3))
     contenders.append(reader("ckptkit verify", "ckptkit verify {src}", src, cat.name))
     results = measure(contenders, home / "out", runs=runs, modes=("warm",))
-    what = f"""{size_of(src)} from 8 ranks (fp32 model and AdamW's state), of which `consolidate` reads and writes a third;
-        medians of {runs} runs, warm, without sync."""
+    what = f"""{size_of(src)} from 8 ranks (fp32 model and AdamW's state), of which `consolidate` reads and writes a
+        third; medians of {runs} runs, warm, without sync."""
     print(paragraph(what))
     print(table(results))
 
