@@ -8,7 +8,7 @@ in steps that stay in a core's cache, because each byte is touched three times: 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,13 @@ from pathlib import Path
 from ckptkit.engine.blocks import STEP_BYTES, Block, Gatherer
 from ckptkit.engine.check_sources import Sources, range_start_of
 from ckptkit.engine.ledger import Journal, Ledger, offsets_in_byte_range
-from ckptkit.engine.shares import WHOLE, Share, blocks_by_unit
-from ckptkit.engine.visit import Pieces, Progress, Step, Worker, process_units, visit_blocks
+from ckptkit.engine.shares import WHOLE, Share, UnfinishedUnits, blocks_in_turns
+from ckptkit.engine.visit import Pieces, Progress, Step, Worker, default_jobs, process_units, visit_blocks
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.disk import early_sync
+from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.box import span_of
 from ckptkit.layout.plan import Plan, Recipe
@@ -63,26 +64,22 @@ def copy_by_plan(
     for finished in done.values():
         ledger.add_ledger(finished)
         ledger.resumed_bytes += sum(length for _, _, length, _ in finished.written)
-    sources = Sources(plan, ledger)
-    own_units = share.unit_indices(plan.whole_nbytes)
+    sources, units = Sources(plan, ledger), UnfinishedUnits(plan, share, done)
     with early_sync(plan.dst.root, sync=sync) as schedule_sync:
 
         def report_block(block: Block) -> None:
             schedule_sync(block.target.chunk.path, block.nbytes)
-            if progress:
+            if progress and units.is_own(block):
                 progress(block.nbytes)
+            for unit, finished in units.pop_finished(block):
+                ledger.add_ledger(finished)
+                if journal:
+                    journal.record_unit(unit, finished)
 
-        for unit, group in blocks_by_unit(plan, share.unit_bytes(plan.whole_nbytes)):
-            if unit not in own_units:
-                continue
-            if unit in done:
-                if progress:
-                    progress(sum(block.nbytes for block in group))
-                continue
-            fresh = copy_unit(plan, group, sources, jobs, report_block, output)
-            ledger.add_ledger(fresh)
-            if journal:
-                journal.record_unit(unit, fresh)
+        # a store takes the bytes of each file in order, and keeps what comes early in memory
+        is_local = output is None and not any(is_remote(layout.root) for layout in plan.sources)
+        turns = 2 * (jobs or default_jobs()) if is_local else 1  # twice, so that threads seldom meet in one file
+        copy_blocks(plan, blocks_in_turns(plan, turns), sources, jobs, units.find_ledger, report_block, output)
     return ledger
 
 
@@ -97,47 +94,53 @@ def require_contiguous_order(plan: Plan) -> None:
             raise Unsupported(message, path=plan.dst.root / target.chunk.path, tensor=target.name, hint=hint)
 
 
-def copy_unit(
+def copy_blocks(
     plan: Plan,
-    unit: Iterator[Block],
+    blocks: Iterable[Block],
     sources: Sources,
     jobs: int | None,
-    report_block: Callable[[Block], None],
+    find_ledger: Callable[[Block], Ledger | None],
+    report_block: Callable[[Block], None] = lambda _: None,
     output: AssembledFiles | None = None,
-) -> Ledger:
-    """Write the blocks of a unit, and call `report_block` with each. Returns the reads and writes."""
-    ledger = Ledger()
+) -> None:
+    """Write each block that has a ledger, add its reads and its write to the ledger, and report the block."""
 
-    def write_block(worker: Worker, block: Block) -> tuple[int, bool]:
-        recipe, target, has_remark = block.target.recipe, block.target.chunk, False
-        crc = copy_unchanged(worker, block) if recipe is None else None
-        if crc is None:
-            if recipe is None:
-                data = worker.read_input(block)
-            else:
-                data, has_remark = apply_recipe(recipe, worker, block)
-            worker.files[target.path].write_at(data, target.offset + block.start)
-            crc = checksum_of_block(block, worker.pieces, data)
-        if output is not None:
-            output.record_written(*offsets_in_byte_range(target, block.start), block.nbytes, crc)
-        return crc, has_remark
+    def write(worker: Worker, block: Block) -> tuple[int, bool] | None:
+        return None if find_ledger(block) is None else write_block(worker, block, output)
 
-    def record(block: Block, result: tuple[int, bool], pieces: Pieces) -> None:
-        crc, has_remark = result
-        sources.record_reads(pieces)
-        for number, of_source in enumerate(pieces):
-            for piece in of_source:
-                if piece.crc is not None:
-                    path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
-                    ledger.read.add((number, path, offset), start, piece.length, piece.crc)
-        path, offset, start = offsets_in_byte_range(block.target.chunk, block.start)
-        ledger.written.add((path, offset), start, block.nbytes, crc)
-        if has_remark:
-            ledger.noted.add(block.target.name)
+    def record(block: Block, result: tuple[int, bool] | None, pieces: Pieces) -> None:
+        ledger = find_ledger(block)
+        if result is not None and ledger is not None:
+            crc, has_remark = result
+            sources.record_reads(pieces)
+            for number, of_source in enumerate(pieces):
+                for piece in of_source:
+                    if piece.crc is not None:
+                        path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
+                        ledger.read.add((number, path, offset), start, piece.length, piece.crc)
+            path, offset, start = offsets_in_byte_range(block.target.chunk, block.start)
+            ledger.written.add((path, offset), start, block.nbytes, crc)
+            if has_remark:
+                ledger.noted.add(block.target.name)
         report_block(block)
 
-    visit_blocks(plan, write_block, record, jobs, sums=sources.is_checksum_needed, among=unit, output=output)
-    return ledger
+    visit_blocks(plan, write, record, jobs, sums=sources.is_checksum_needed, among=blocks, output=output)
+
+
+def write_block(worker: Worker, block: Block, output: AssembledFiles | None) -> tuple[int, bool]:
+    """Write a block. Returns its CRC-32, and whether a recipe has a remark on the tensor."""
+    recipe, target, has_remark = block.target.recipe, block.target.chunk, False
+    crc = copy_unchanged(worker, block) if recipe is None else None
+    if crc is None:
+        if recipe is None:
+            data = worker.read_input(block)
+        else:
+            data, has_remark = apply_recipe(recipe, worker, block)
+        worker.files[target.path].write_at(data, target.offset + block.start)
+        crc = checksum_of_block(block, worker.pieces, data)
+    if output is not None:
+        output.record_written(*offsets_in_byte_range(target, block.start), block.nbytes, crc)
+    return crc, has_remark
 
 
 def copy_unchanged(worker: Worker, block: Block) -> int | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from functools import partial
+from itertools import chain, groupby, islice
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block, blocks_of_target
-from ckptkit.layout import Blob, Chunk, Layout
+from ckptkit.engine.ledger import Ledger
+from ckptkit.layout import Blob, Chunk, FileOffset, Layout
 from ckptkit.layout.plan import Plan, filled_entries_in_order
 
-UNIT_BYTES = 1 << 28  # the most that is done again after an interruption
+UNIT_BYTES = 1 << 28  # of each file in work, the most that is done again after an interruption
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +35,68 @@ class Share:
 WHOLE = Share()
 
 
-def blocks_by_unit(plan: Plan, unit_bytes: int) -> Iterator[tuple[int, Iterator[Block]]]:
-    """Yield the index of each unit and its blocks. A unit is `unit_bytes` of the destination, across files."""
-    starts = accumulate((target.chunk.length for target in plan.targets), initial=plan.before)
-    placed = (
-        (start + block.start, block)
-        for target, start in zip(plan.targets, starts, strict=False)
-        for block in blocks_of_target(plan, target)
-    )
-    for unit, group in groupby(placed, lambda pair: pair[0] // unit_bytes):
-        yield unit, (block for _, block in group)
+class UnfinishedUnits:
+    """The units of a share that are still to be written, each with a ledger of what was.
+
+    A block belongs to the unit that its first byte lies in. A unit is finished when all its bytes are written, also
+    those of a block that began in the unit before it.
+    """
+
+    def __init__(self, plan: Plan, share: Share, done: Container[int]) -> None:
+        self._unit_bytes = nbytes = share.unit_bytes(plan.whole_nbytes)
+        self._starts: dict[tuple[str, FileOffset], int] = {}  # of targets; tied tensors may have the same bytes
+        end = plan.before
+        for target in plan.targets:
+            if target.chunk.box.numel:
+                self._starts[target.name, (target.chunk.path, target.chunk.offset)] = end
+                end += target.chunk.box.numel * target.chunk.dtype.itemsize
+        self._own = share.unit_indices(plan.whole_nbytes)
+        self._ledgers = {unit: Ledger() for unit in self._own if unit not in done}
+        self._missing = {
+            unit: min((unit + 1) * nbytes, end) - max(unit * nbytes, plan.before) for unit in self._ledgers
+        }
+
+    def is_own(self, block: Block) -> bool:
+        """Return whether the block's unit is of this share, finished or not."""
+        return self._start_of(block) // self._unit_bytes in self._own
+
+    def find_ledger(self, block: Block) -> Ledger | None:
+        """Return the ledger of a block's unit; None if it is finished, or another worker's."""
+        return self._ledgers.get(self._start_of(block) // self._unit_bytes)
+
+    def pop_finished(self, block: Block) -> Iterator[tuple[int, Ledger]]:
+        """Yield the units that are finished now that a block is written, here or elsewhere."""
+        start = self._start_of(block)
+        stop = start + block.nbytes
+        for unit in range(start // self._unit_bytes, -(-stop // self._unit_bytes)):
+            if unit in self._missing:
+                first = unit * self._unit_bytes
+                self._missing[unit] -= min(stop, first + self._unit_bytes) - max(start, first)
+                if not self._missing[unit]:
+                    del self._missing[unit]
+                    yield unit, self._ledgers.pop(unit)
+
+    def _start_of(self, block: Block) -> int:
+        chunk = block.target.chunk
+        return self._starts[block.target.name, (chunk.path, chunk.offset)] + block.start
+
+
+def blocks_in_turns(plan: Plan, count: int) -> Iterator[Block]:
+    """Yield the blocks of a plan in the order of each file, of `count` files in turns.
+
+    A file system lets only one thread write into a file at a time, so threads write into several.
+    """
+    by_file = [[*targets] for _, targets in groupby(plan.targets, lambda target: target.chunk.path)]
+    waiting = (chain.from_iterable(map(partial(blocks_of_target, plan), targets)) for targets in by_file)
+    turns = deque(islice(waiting, count))
+    while turns:
+        blocks = turns.popleft()
+        block = next(blocks, None)
+        if block is None:
+            turns.extend(islice(waiting, 1))
+        else:
+            yield block
+            turns.append(blocks)
 
 
 def narrow_to_share(dst: Layout, src: Layout, share: Share) -> tuple[Layout, int, int]:

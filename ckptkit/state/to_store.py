@@ -22,7 +22,7 @@ from ckptkit.checkpoints.replaceable import marker_files_in_store
 from ckptkit.checkpoints.seal import PlacedFiles, files_to_write_last
 from ckptkit.engine.blocks import blocks_of_plan
 from ckptkit.engine.check_sources import Sources, range_start_of
-from ckptkit.engine.copy import check_all_units_written, copy_by_plan, copy_unit
+from ckptkit.engine.copy import check_all_units_written, copy_blocks, copy_by_plan
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.scan import JOBS
 from ckptkit.engine.shares import Share
@@ -218,7 +218,7 @@ class OutputUpload:
                 for block, chunk in pairs
                 if output.is_any_byte_sent_here(chunk.path, chunk.offset + block.start, block.nbytes)
             )
-            copy_unit(plan, wanted, Sources(plan), self.jobs, lambda _: None, output)
+            copy_blocks(plan, wanted, Sources(plan), self.jobs, lambda _: Ledger(), output=output)
 
     def send_rest_and_commit(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> Written:
         """Check that all data is sent, then send the remaining files and marks, and commit the output."""

@@ -159,6 +159,27 @@ def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytes
     assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
 
 
+def test_files_in_turns_and_tied_tensors_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
+    numbers = np.arange(10 * SMALL, dtype=np.float32)
+    spec, source = Spec(FLOAT, numbers.shape), Files(tmp_path / "src")
+    stored = StoredTensor(spec, (source.put(numbers, full_box(spec.shape), FLOAT),))
+    rows = [Box((start,), (2 * SMALL - 7,)) for start in range(0, 8 * SMALL, 2 * SMALL - 7)]
+    rows.append(Box((rows[-1].stop[0],), (10 * SMALL - rows[-1].stop[0],)))
+    one = allocated(tmp_path / "dst", spec, rows)
+    dst = replace(one, tensors={"t": one.tensors["t"], "tied": one.tensors["t"]})
+    plan = make_plan(source.layout(t=stored, tied=stored), dst)
+    with pytest.raises(KeyboardInterrupt):
+        copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=2, progress=interrupt_after(40))
+    finished = len(Journal(tmp_path / "j").units)
+    assert 0 < finished < 80
+    ledger = copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=2)
+    check_all_units_written(plan, ledger)
+    assert contents(one) == numbers.tobytes()
+    assert len(Journal(tmp_path / "j").units) == 80  # both tensors' bytes, in units of SMALL
+    assert ledger.resumed_bytes > 0
+
+
 def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a power cut, which may lose what was written, though it was noted."""
     monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)

@@ -243,14 +243,13 @@ def bytes_written(arguments: Sequence[str]) -> int:
         "import sys\n"
         "from ckptkit.engine import copy\n"
         "from ckptkit.cli.commands import app\n"
-        "written, copy_unit = [0], copy.copy_unit\n"
-        "def count(plan, unit, *more):\n"
-        "    blocks = list(unit)\n"
-        "    written[0] += sum(block.nbytes for block in blocks)\n"
-        "    return copy_unit(plan, iter(blocks), *more)\n"
-        "copy.copy_unit = count\n"
+        "written, write_block = [], copy.write_block\n"
+        "def count(worker, block, output):\n"
+        "    written.append(block.nbytes)\n"
+        "    return write_block(worker, block, output)\n"
+        "copy.write_block = count\n"
         "app(sys.argv[1:], standalone_mode=False)\n"
-        "print(written[0])\n"
+        "print(sum(written))\n"
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
     return int(done.stdout.split()[-1])
