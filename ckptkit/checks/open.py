@@ -16,10 +16,11 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
 from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.engine.read import SharedRuns, read_box
-from ckptkit.errors import Mismatch, errors_at
+from ckptkit.errors import Mismatch, Unsupported, errors_at
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Layout, Spec
-from ckptkit.layout.box import Box
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.dtypes import DTYPES, SMALL_FLOATS, DType
 from ckptkit.layout.edits import select_entries
 from ckptkit.layout.plan import Recipe
 from ckptkit.layout.views import Index, View
@@ -187,14 +188,10 @@ class LazyTensor:
 
     def torch(self) -> torch.Tensor:
         """Read the tensor as a `torch.Tensor` on the CPU."""
-        from ckptkit.layout.arrays import to_torch
-
         return self._convert(to_torch)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Read the tensor as an array. A dtype that numpy lacks, such as bfloat16, becomes float32, which is exact."""
-        from ckptkit.layout.arrays import to_numpy
-
         return self._convert(to_numpy)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -229,3 +226,38 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.spec} in {self.checkpoint.path}>"
+
+
+def to_numpy(data: memoryview, dtype: DType, shape: Shape) -> npt.NDArray[Any]:
+    """Return the elements in `data` as an array, which shares its memory if numpy has the dtype.
+
+    Other dtypes become the next larger dtype that represents every value: float32 for bfloat16 and 8-bit floats,
+    complex64 for complex32. Raises `Unsupported` for dtypes with two numbers per element, and for quantized dtypes
+    without scales.
+    """
+    import numpy as np
+
+    from ckptkit.layout.casting import widener
+
+    if dtype.name in ("bfloat16", "complex32"):
+        is_complex = dtype.name == "complex32"
+        floats = widener(DTYPES["float16" if is_complex else "bfloat16"])(np.frombuffer(data, np.uint16))
+        return (floats.view(np.complex64) if is_complex else floats).reshape(shape)
+    if dtype.name.endswith("_x2") or dtype.kind == "quantized":
+        raise Unsupported(f"numpy does not have dtype {dtype}", hint="`.torch()` knows some that numpy does not")
+    if dtype.kind == "small_float":
+        numbers = np.array(SMALL_FLOATS[dtype.name].value_by_bits, np.float32)
+        return numbers[np.frombuffer(data, np.uint8)].reshape(shape)
+    return np.ndarray(shape, dtype.name, data)
+
+
+def to_torch(data: memoryview, dtype: DType, shape: Shape) -> torch.Tensor:
+    """Return `data` as a CPU tensor, which shares its memory. Raises `Unsupported` if quantized: scales are missing."""
+    import torch
+
+    if dtype.kind == "quantized":
+        raise Unsupported(f"cannot read {dtype} without its scales")
+    torch_dtype = getattr(torch, dtype.name)
+    if not data:
+        return torch.empty(shape, dtype=torch_dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype).reshape(shape)

@@ -1,19 +1,24 @@
-"""Cut the targets of a plan into blocks of bounded size, and gather the elements of a box from its chunks."""
+"""Cut the targets of a plan into blocks of bounded size, and gather the elements of a box from its chunks.
+
+Several processes share a plan unit by unit; a unit consists of blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import is_remote
-from ckptkit.layout import Chunk, ReadRun
+from ckptkit.layout import Blob, Chunk, Layout, ReadRun
 from ckptkit.layout.box import Box, BoxIndex, cut_box, cut_rows, span_of
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, unchanged_box
+from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, filled_entries_in_order, unchanged_box
 
 # Gather the elements of a box from its chunks into one buffer.
 #
@@ -21,6 +26,7 @@ from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, unchanged_bo
 # elements go through a second buffer and numpy, which is imported only then.
 BLOCK_BYTES = 1 << 22
 STEP_BYTES = 1 << 19  # per read of a local file: small enough to stay in a core's cache for the checksum and the write
+UNIT_BYTES = 1 << 28  # the most that is done again after an interruption
 
 
 class Gatherer:
@@ -145,3 +151,56 @@ def blocks_of_target(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[
         block = Block(target, box, start, tuple(inputs))
         yield block
         start += block.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The consecutive units of a plan that worker `number` of `count` does; each gets equally many, or one more."""
+
+    number: int = 0
+    count: int = 1
+
+    def unit_bytes(self, nbytes: int) -> int:
+        """Return the unit size for a destination of `nbytes`: small enough that each worker gets about four units."""
+        return max(BLOCK_BYTES, min(UNIT_BYTES, -(-nbytes // (4 * self.count))))
+
+    def unit_indices(self, nbytes: int) -> range:
+        units = -(-nbytes // self.unit_bytes(nbytes))
+        return range(-(-self.number * units // self.count), -(-(self.number + 1) * units // self.count))
+
+
+WHOLE = Share()
+
+
+def blocks_by_unit(plan: Plan, unit_bytes: int) -> Iterator[tuple[int, Iterator[Block]]]:
+    """Yield the index of each unit and its blocks. A unit is `unit_bytes` of the destination, across files."""
+    starts = accumulate((target.chunk.length for target in plan.targets), initial=plan.before)
+    placed = (
+        (start + block.start, block)
+        for target, start in zip(plan.targets, starts, strict=False)
+        for block in blocks_of_target(plan, target)
+    )
+    for unit, group in groupby(placed, lambda pair: pair[0] // unit_bytes):
+        yield unit, (block for _, block in group)
+
+
+def narrow_to_share(dst: Layout, src: Layout, share: Share) -> tuple[Layout, int, int]:
+    """Return the part of a destination that a share fills, and the bytes before and after. Shares may share a chunk."""
+    data = filled_entries_in_order(dst, src)
+    total = sum(nbytes for _, nbytes, _, _ in data)
+    units, unit = share.unit_indices(total), share.unit_bytes(total)
+    chunks: dict[str, list[Chunk]] = {}
+    blobs: dict[str, Blob] = {}
+    end = before = within = 0
+    for _, nbytes, name, stored in data:
+        start, end = end, end + nbytes
+        if end <= units.start * unit:
+            before = end
+        elif start < units.stop * unit:
+            within += nbytes
+            if isinstance(stored, Blob):
+                blobs[name] = stored
+            else:
+                chunks.setdefault(name, []).append(stored)
+    tensors = {name: replace(dst.tensors[name], chunks=tuple(own)) for name, own in chunks.items()}
+    return replace(dst, tensors=tensors, blobs=blobs), before, total - before - within

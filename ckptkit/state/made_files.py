@@ -16,9 +16,9 @@ from ckptkit.checkpoints.seal import (
     write_manifest,
 )
 from ckptkit.checkpoints.seal import finalize_files as seal_files
+from ckptkit.engine.blocks import WHOLE, Share, narrow_to_share
 from ckptkit.engine.check_sources import range_start_of
 from ckptkit.engine.copy import Copied
-from ckptkit.engine.shares import WHOLE, Share, narrow_to_share
 from ckptkit.errors import Corrupt, Mismatch, Occupied
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.allocation import make_directory, write_new_file

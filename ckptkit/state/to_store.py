@@ -20,12 +20,11 @@ from tempfile import TemporaryDirectory
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.replaceable import marker_files_in_store
 from ckptkit.checkpoints.seal import PlacedFiles, files_to_write_last
-from ckptkit.engine.blocks import blocks_of_plan
+from ckptkit.engine.blocks import Share, blocks_of_plan
 from ckptkit.engine.check_sources import Sources, range_start_of
 from ckptkit.engine.copy import check_all_units_written, copy_by_plan, copy_unit
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.scan import JOBS
-from ckptkit.engine.shares import Share
 from ckptkit.errors import Unsupported
 from ckptkit.io.allocation import create_file, make_directory
 from ckptkit.io.assembly import Assembly, PendingBytes, PieceKey

@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.engine.shares import Share
+from ckptkit.engine.blocks import Share
 from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, items_per_rank, size_of_file
 from ckptkit.formats.dcp.write_metadata import pickled_metadata
 from ckptkit.io.crc32 import crc32

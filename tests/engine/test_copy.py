@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.engine.blocks import Block
+from ckptkit.engine.blocks import Block, Share, narrow_to_share
 from ckptkit.engine.copy import Copied, check_all_units_written, copy_by_plan
 from ckptkit.engine.ledger import Journal, Ledger
-from ckptkit.engine.shares import Share, narrow_to_share
 from ckptkit.engine.visit import Worker
 from ckptkit.errors import Corrupt, Unsafe
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
@@ -113,7 +112,7 @@ def narrowed(plan: Plan, share: Share) -> Plan:
 
 
 def test_a_share_is_planned_with_little_more_than_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
+    monkeypatch.setattr("ckptkit.engine.blocks.UNIT_BYTES", SMALL)
     numbers = np.arange(100 * SMALL, dtype=np.float32)
     source = Files(tmp_path / "src")
     rows = [Box((start,), (SMALL,)) for start in range(0, len(numbers), SMALL)]
@@ -143,7 +142,7 @@ def test_a_share_that_is_missing_is_noticed(tmp_path: Path) -> None:
 
 
 def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
+    monkeypatch.setattr("ckptkit.engine.blocks.UNIT_BYTES", SMALL)
     plan = a_long_plan(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=1, progress=interrupt_after(7))
@@ -161,7 +160,7 @@ def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytes
 
 def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a power cut, which may lose what was written, though it was noted."""
-    monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
+    monkeypatch.setattr("ckptkit.engine.blocks.UNIT_BYTES", SMALL)
     plan = a_long_plan(tmp_path)
     whole_file = plan.dst.root / "f0"
     with pytest.raises(KeyboardInterrupt):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.engine.blocks import Share
 from ckptkit.engine.copy import check_all_units_written, copy_by_plan
-from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor

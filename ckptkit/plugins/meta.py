@@ -2,6 +2,10 @@
 
 Source: meta-llama/llama-models, models/llama3/generation.py. Each file contains a plain dict with the same names; the
 rank is in the file name. Names stay Meta's.
+
+Also translates the names, which Mistral uses too, to the Hub's. Source: models/llama3/model.py there;
+mistralai/mistral-inference, transformer.py; and for the order of rows
+transformers/models/{llama,mistral,mixtral}/convert_*_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from ckptkit.formats.archives.state_files import archive_extents_of, check_files
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.rank_names import read_each_file
-from ckptkit.formats.shards.join_ranks import (
+from ckptkit.formats.shards.join import (
     BY_COLUMNS,
     BY_ROWS,
     COPIED,
@@ -31,6 +35,10 @@ from ckptkit.formats.shards.join_ranks import (
 )
 from ckptkit.io.file import is_existing_path, names_in, read_small
 from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.rule import Rule
+from ckptkit.models.names.sizes import LAYER, Sizes, expert_names_of_type
+from ckptkit.models.names.steps import Rotary
 
 # How the tensors of Meta's Llama models are split over ranks: by name, or by params.json if the name is not enough.
 #
@@ -53,6 +61,34 @@ _RULES: JoinRules = (
     (r"(layers\.[0-9]+\.)?(attention_|ffn_)?norm\.weight", COPIED),
     (r"rope\.freqs", COPIED),
 )
+_TYPES = ("llama", "mistral", "mixtral")
+_OWN = "layers.{layer}."
+_SIZES = {
+    "dim": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "n_layers": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "sliding_window": "sliding_window",
+}
+_OF_MIXTURE = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
+_WITHOUT_LAYER = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +273,47 @@ def rank_file_name(rank: int) -> str:
 def missing_consolidated_error(path: Path) -> Incomplete:
     hint = "download the missing files again: every rank has a part of every tensor"
     return Incomplete("the file is missing", path=path, hint=hint)
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    model = sizes.require_type(META.name, _TYPES)
+    experts = expert_names_of_type("mixtral")
+    mixture = {
+        "feed_forward.gate": experts.router,
+        "feed_forward.experts.{expert}.w1": experts.gate,
+        "feed_forward.experts.{expert}.w3": experts.up,
+        "feed_forward.experts.{expert}.w2": experts.down,
+    }
+    in_layer = _IN_LAYER | (mixture if model == "mixtral" else {})
+    return (
+        *(Rule.of(f"{own}.weight", f"{hub}.weight") for own, hub in _WITHOUT_LAYER.items()),
+        *(Rule.of(f"{_OWN}{own}.weight", f"{LAYER}{hub}.weight") for own, hub in in_layer.items()),
+        Rule.of(f"{_OWN}attention.wq.weight", f"{LAYER}self_attn.q_proj.weight", Rotary("heads")),
+        Rule.of(f"{_OWN}attention.wk.weight", f"{LAYER}self_attn.k_proj.weight", Rotary("key_heads")),
+    )
+
+
+def config_from_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of params.json, in keys of config.json where it has them.
+
+    Source of `use_scaled_rope`: `apply_scaling` in llama-models, models/llama3/model.py, which uses the factors of
+    Llama 3.1.
+    """
+    config = {_SIZES.get(own, own): value for own, value in params.items() if own not in ("moe", "use_scaled_rope")}
+    moe = params.get("moe")
+    if isinstance(moe, Mapping):
+        config |= {hub: moe[own] for own, hub in _OF_MIXTURE.items() if own in moe}
+    if type(params.get("use_scaled_rope")) is bool:
+        config["rope_parameters"] = {"rope_type": "llama3" if params["use_scaled_rope"] else "default"}
+    return {"model_type": "mixtral" if "moe" in params else "llama", **config}
+
+
+META = Family(
+    name="meta",
+    types=_TYPES,
+    drops=(r"rope\.freqs",),
+    rules=rules,
+    trainer="Meta, or in its format",
+    sizes_file="params.json",
+    config_of=config_from_params,
+)
