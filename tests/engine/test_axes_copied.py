@@ -39,7 +39,7 @@ def test_rows_in_another_order(block: int, data: st.DataObject) -> None:
     rows, columns = prod(extents), data.draw(st.integers(1, 3))
     numbers = np.arange(rows * columns, dtype=np.int32).reshape(rows, columns)
     with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
-        for module in ("blocks", "shares", "visit"):
+        for module in ("blocks", "visit"):
             patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", block)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", min(block // 2, 1 << 16))
         source = Files(Path(home, "src"))

@@ -35,7 +35,7 @@ SMALL = 96  # bytes of a block in these tests, so that small tensors are cut as 
 def small_blocks() -> object:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("blocks", "shares", "visit"):
+        for module in ("blocks", "visit"):
             patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", SMALL)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", SMALL // 2)
         yield
