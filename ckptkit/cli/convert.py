@@ -21,8 +21,7 @@ from ckptkit.cli.conversion import (
     print_result,
 )
 from ckptkit.cli.output import Json, progress_bar
-from ckptkit.cli.settings import with_options
-from ckptkit.cli.sources import Also, each_with_others, join_also_directories
+from ckptkit.cli.settings import Also, each_with_others, join_also_directories, with_options
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_model_path, to_path
 

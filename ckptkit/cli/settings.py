@@ -1,4 +1,4 @@
-"""Create the options of a command from the fields of a dataclass, and parse plain values.
+"""Create the options and arguments of a command, many from the fields of a dataclass, and parse plain values.
 
 typer passes every value through pydantic, even None, which doubles the start-up time. Values of other types and invalid
 values are left to typer.
@@ -19,7 +19,8 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 from typer.models import OptionInfo
 
-from ckptkit.cli.output import QUIET
+from ckptkit.cli.output import QUIET, print_note
+from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
 from ckptkit.settings import Setting, option_name
 from ckptkit.words import parse_bytes
@@ -235,3 +236,35 @@ def parse_single_value(parameter: Parameter, value: Any) -> Any:
     if kind is int and value.isascii() and value.isdecimal() and int(value) >= (about.min or 0):
         return int(value)
     raise ValueError("not plain")
+
+
+def checkpoint_argument(metavar: str) -> Any:
+    help_text = "A checkpoint, or a run (its latest complete checkpoint)."
+    return typer.Argument(parser=to_path, metavar=metavar, help=help_text)
+
+
+Also = Annotated[
+    list[Path] | None,
+    typer.Option(
+        parser=to_path,
+        metavar="DIR",
+        help="Another directory with files of the same checkpoint, such as another node's; repeatable.",
+    ),
+]
+
+
+def join_also_directories(src: Path, also: Sequence[Path] | None) -> Path:
+    """Return `src`, joined with the directories of --also, and print a note about them."""
+    if not also:
+        return src
+    from ckptkit.checkpoints.several_disks import join_directories
+
+    print_note(f"together with the files in {', '.join(map(str, also))}")
+    return join_directories(src, also)
+
+
+def each_with_others(sources: Sequence[Path], also: Sequence[Path] | None, hint: str) -> list[Path]:
+    """Return the sources of a command that takes several. Raises `Usage` for --also with more than one of them."""
+    if also and len(sources) > 1:
+        raise Usage("--also: expected one checkpoint, found several", hint=hint)
+    return [join_also_directories(source, also) for source in sources]

@@ -178,8 +178,12 @@ class Dcp(FormatWriter):
 
     def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
-        from ckptkit.formats.dcp.shards import KnownBytes, items_by_file, size_of_file  # reading needs none of it
-        from ckptkit.formats.dcp.write_metadata import pickled_metadata
+        from ckptkit.formats.dcp.write import (  # reading needs none of it
+            KnownBytes,
+            items_by_file,
+            pickled_metadata,
+            size_of_file,
+        )
 
         files = items_by_file(wanted, options.world_size)
         metadata = pickled_metadata(wanted, files)
@@ -191,14 +195,13 @@ class Dcp(FormatWriter):
 
     def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
         """Yield the metadata again, now with the non-tensor entries, which are stored in files of their own."""
-        from ckptkit.formats.dcp.shards import items_by_file
-        from ckptkit.formats.dcp.write_metadata import dump_metadata
+        from ckptkit.formats.dcp.write import dump_metadata, items_by_file
 
         tensors = items_by_file(replace(wanted, blobs={}), options.world_size)
         yield METADATA, (0, dump_metadata(wanted, tensors, wanted.blobs))
 
     def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
-        from ckptkit.formats.dcp.shards import template_of_spec
+        from ckptkit.formats.dcp.write import template_of_spec
 
         for tensor in written.tensors.values():
             for chunk in tensor.chunks:

@@ -42,9 +42,14 @@ from ckptkit.io.path import to_local_path, to_path
 from ckptkit.io.staging import remove_dead_leftovers
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, edits
 from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
-from ckptkit.plugins.deltas.chain import DeltaChain, read_blocks_in_order, write_changes_into
+from ckptkit.plugins.deltas.chain import (
+    DeltaChain,
+    checksum_by_tensor,
+    identity_of_model,
+    read_blocks_in_order,
+    write_changes_into,
+)
 from ckptkit.plugins.deltas.changes import differing_elements, load_changes
-from ckptkit.plugins.deltas.identity import checksum_by_tensor, identity_of_model
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import RECORD, DeltaRecord, is_complete_delta, is_unfinished_delta, short_id
 from ckptkit.plugins.deltas.verify_delta import check_delta

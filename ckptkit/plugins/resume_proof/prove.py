@@ -22,12 +22,10 @@ from ckptkit.errors import Unsupported
 from ckptkit.plugins.resume_proof.checks import CHECKS, NEEDED
 from ckptkit.plugins.resume_proof.compare import GroupDifference, group_differences
 from ckptkit.plugins.resume_proof.execute import execute_command
-from ckptkit.plugins.resume_proof.find import checkpoints_by_step, files_of_checkpoint
-from ckptkit.plugins.resume_proof.groups import DATA, MOMENTS, RANDOM, WEIGHTS
 from ckptkit.plugins.resume_proof.options import ScriptOptions
 from ckptkit.plugins.resume_proof.restored import restored_checks
-from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Runs
-from ckptkit.plugins.resume_proof.states import list_damage, read_checkpoint_contents
+from ckptkit.plugins.resume_proof.runs import COPIES, LOGS, RUNS, Runs, checkpoints_by_step, files_of_checkpoint
+from ckptkit.plugins.resume_proof.states import DATA, MOMENTS, RANDOM, WEIGHTS, list_damage, read_checkpoint_contents
 from ckptkit.trainers.table import TRAINERS
 from ckptkit.training.smoke.run_check import Check, CheckFailed, CheckSkipped, run_check
 from ckptkit.version import __version__
