@@ -33,11 +33,11 @@ from ckptkit.io.file import read_small
 from ckptkit.layout import StoredTensor, axes
 from ckptkit.state.options import BLOCKS, FLAT, PEFT, PER_EXPERT, THREE_D
 
-STACKED = "stacked"
+_STACKED = "stacked"
 GATE_UP, DOWN, GATE, UP = "gate_up_proj", "down_proj", "gate_proj", "up_proj"
 _FUSED = (GATE_UP, DOWN)
 _LEAVES = {**{leaf: leaf for leaf in (GATE_UP, DOWN, GATE, UP)}, "w1": GATE, "w2": DOWN, "w3": UP}
-HINT = "pass --experts-layout blocks if unsloth 2026.9.5 or older trained the adapter, or else --experts-layout peft"
+_HINT = "pass --experts-layout blocks if unsloth 2026.9.5 or older trained the adapter, or else --experts-layout peft"
 
 _RECORDED = {"rank_major": PEFT, "grouped_by_expert": BLOCKS}
 _FLAT, _DETAIL = "lora_B_layout", "unsloth_fused_expert_lora"
@@ -72,7 +72,7 @@ def find_expert_form(adapter: Adapter) -> str | None:
     name_by_form = {}
     for name, entry in adapter.entries.items():
         if place := entry.of_experts:
-            all_in_one = STACKED if len(specs[name].shape) == 3 else FLAT
+            all_in_one = _STACKED if len(specs[name].shape) == 3 else FLAT
             form = PER_EXPERT if place.expert is not None else THREE_D if place.leaf else all_in_one
             name_by_form[form] = name
     if len(name_by_form) > 1:
@@ -104,7 +104,7 @@ class ExpertReader:
                 by_depth[location.module][entry.depth][entry.kind] = name
                 by_place[location.module][location][entry.kind] = name
         # the depths of PEFT's wrappers tell the parameters of a layer apart
-        if find_expert_form(self.adapter) in (FLAT, STACKED):
+        if find_expert_form(self.adapter) in (FLAT, _STACKED):
             pairs = [pair for module, names in by_depth.items() for pair in self.read_nested_pairs(module, names)]
         else:
             pairs = [pair for module, places in by_place.items() for pair in self.read_parameter_pairs(module, places)]
@@ -271,7 +271,7 @@ def choose_lora_b_layout(
     layout = option or find_lora_b_layout(config, parameter)
     if layout is None:
         message = f"no file records the layout of lora_B for {count} experts of rank {rank}: peft or blocks"
-        raise Unsupported(message, path=config.path, tensor=tensor, hint=HINT)
+        raise Unsupported(message, path=config.path, tensor=tensor, hint=_HINT)
     return layout
 
 

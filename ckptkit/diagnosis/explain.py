@@ -19,7 +19,7 @@ from ckptkit.diagnosis.explanations import Look, MatchedMessage, explain_shape_m
 from ckptkit.diagnosis.finding import Finding
 from ckptkit.diagnosis.optimizer import list_missing_states
 
-ANY = "…"
+_ANY = "…"
 _ONLY_ZEROS = (
     "Most often, the file contains only zeros: its blocks were never written because the disk was full or the power "
     "failed. Otherwise torch before 0.4 wrote the file."
@@ -42,7 +42,7 @@ class Message:
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Return a pattern with a group for each variable part. A part at the end extends to the end of its line."""
-        pieces = [r"\s+".join(map(re.escape, piece.split(" "))) for piece in self.words.split(ANY)]
+        pieces = [r"\s+".join(map(re.escape, piece.split(" "))) for piece in self.words.split(_ANY)]
         return re.compile("(.+?)".join(pieces) if pieces[-1] else "(.+?)".join(pieces[:-1]) + "(.*)")
 
 

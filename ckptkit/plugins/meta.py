@@ -46,7 +46,7 @@ from ckptkit.models.names.steps import Rotary
 # layers: a ColumnParallelLinear splits the rows of its weight, a RowParallelLinear the columns. The embedding of
 # Llama 1 and 2 is split by columns, the embedding of Llama 3 by rows; the shape shows which. With fewer key heads than
 # ranks, some ranks have replicas.
-PARAMS = "params.json"
+_PARAMS = "params.json"
 _LIMIT = 1 << 20  # bytes
 _EMBEDDING = "tok_embeddings.weight"
 _NORM = "norm.weight"
@@ -104,7 +104,7 @@ class Params:
 
 def find_model_sizes(root: Path) -> Params | None:
     """Return the model sizes in params.json; None without the file."""
-    path = root / PARAMS
+    path = root / _PARAMS
     if not is_existing_path(path):
         return None
     params = parse_json(read_small(path, _LIMIT), path)
@@ -136,8 +136,8 @@ def count_sharing_ranks(tensors: Mapping[str, StoredTensor], params: Params | No
 
 def join_split_tensor(name: str, shards: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
     if params is None:
-        hint = f"put the model's {PARAMS} beside the files"
-        raise Unsupported(f"without a {PARAMS} it is not certain how {len(shards)} ranks share it", hint=hint)
+        hint = f"put the model's {_PARAMS} beside the files"
+        raise Unsupported(f"without a {_PARAMS} it is not certain how {len(shards)} ranks share it", hint=hint)
     shape = shards[0].spec.shape
     if name == _EMBEDDING and len(shape) == 2:
         return join_by_rule(shards, BY_ROWS if shape[1] == params.dim else BY_COLUMNS)
@@ -172,7 +172,7 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
     if len(found) != len(expected) or any(n not in (m, None) for m, n in zip(found, expected, strict=True)):
         shape = ", ".join("any" if n is None else str(n) for n in expected)
         hint = "check that all ranks' files are there and belong to one model"
-        raise Corrupt(f"expected shape [{shape}] ({PARAMS}), found {found} in the ranks' files", hint=hint)
+        raise Corrupt(f"expected shape [{shape}] ({_PARAMS}), found {found} in the ranks' files", hint=hint)
 
 
 _RANK = re.compile(r"consolidated\.([0-9]{2})\.pth")
@@ -225,7 +225,7 @@ class Consolidated(FormatReader):
                 tensors[name] = join_split_tensor(name, parts, params) if len(parts) > 1 else parts[0]
                 check_shape(name, tensors[name], params)
             spares |= {name: copies} if (copies := replica_chunks_of(tensors[name], parts)) else {}
-        described = (*saved, PARAMS) if params else tuple(saved)
+        described = (*saved, _PARAMS) if params else tuple(saved)
         world = len(files) if params or count or len(files) > 1 else None
         return Layout(root, self.name, tensors, first.blobs, first.keys, world, described, spares=spares)
 
@@ -314,6 +314,6 @@ META = Family(
     drops=(r"rope\.freqs",),
     rules=rules,
     trainer="Meta, or in its format",
-    sizes_file="params.json",
+    sizes_file=_PARAMS,
     config_of=config_from_params,
 )

@@ -49,7 +49,7 @@ from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.lora import LoraMatrix
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STRATEGIES = {
+_STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
     "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
@@ -101,7 +101,7 @@ class Fsdp1:
                 model,
                 device_mesh=self.mesh,
                 device_id=device,
-                sharding_strategy=STRATEGIES[self.config.strategy],
+                sharding_strategy=_STRATEGIES[self.config.strategy],
                 auto_wrap_policy=self._wrap_policy(blueprint, model),
                 mixed_precision=MixedPrecision(
                     param_dtype(self.config, self.mesh.device_type), DTYPES[self.config.reduce_dtype]

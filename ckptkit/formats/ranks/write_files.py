@@ -36,7 +36,7 @@ from ckptkit.layout.wrappers import PARAM_NAMES, is_record_of
 _GROUPS, _PARAMS = "param_groups", "params"
 _WORLD_SIZE = "world_size"  # a key in SkyRL's states
 _PIECE = 1 << 20  # bytes per copy
-ALONE = RankMesh((1,))  # the mesh of a single rank
+_ALONE = RankMesh((1,))  # the mesh of a single rank
 
 
 def lay_out_rank_files(wanted: Layout, example: Example, world: int) -> Iterator[NewFile]:
@@ -250,7 +250,7 @@ class Example:
 
     naming: Naming = WITH_WORLD
     label: str = ""
-    grid: RankMesh = ALONE
+    grid: RankMesh = _ALONE
     spread: Mapping[str, tuple[Placement, ...] | None] = field(default_factory=dict)
     calls: Mapping[str, Record] = field(default_factory=dict)
     was_sharded: bool = False

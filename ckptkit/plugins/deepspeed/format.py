@@ -35,13 +35,12 @@ from ckptkit.plugins.deepspeed.values import require_dict
 from ckptkit.plugins.deepspeed.zero import join_parameters, join_zero_parameters
 
 _SHARED = "tied_modules."  # followed by KEY.NAME, with the name inside the layer
-NAME = "deepspeed"
 
 
 class DeepSpeed(FormatReader):
     """The DeepSpeed format: a directory with files of every rank. The file of a single rank is refused."""
 
-    name = NAME
+    name = "deepspeed"
     known_by = "DeepSpeed's `*_model_states.pt`"
     is_sharded = True
     resized_as = "universal"
@@ -163,7 +162,7 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
     flat = gathering.flat
     return Layout(
         root,
-        NAME,
+        DeepSpeed.name,
         flat.tensors,
         flat.blobs,
         flat.keys,
