@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from ckptkit.checks.stats import stats as stats
     from ckptkit.checks.verify import Verified as Verified
     from ckptkit.checks.verify import verify as verify
-    from ckptkit.conversion.average import average as average
-    from ckptkit.conversion.consolidate import consolidate as consolidate
+    from ckptkit.conversion.combine import average as average
+    from ckptkit.conversion.combine import merge as merge
+    from ckptkit.conversion.convert import consolidate as consolidate
     from ckptkit.conversion.convert import convert as convert
+    from ckptkit.conversion.convert import reshard as reshard
     from ckptkit.conversion.finalize import finalize as finalize
-    from ckptkit.conversion.merge import merge as merge
-    from ckptkit.conversion.reshard import reshard as reshard
     from ckptkit.diagnosis.doctor import Diagnosis as Diagnosis
     from ckptkit.diagnosis.doctor import doctor as doctor
     from ckptkit.diagnosis.explain import explain as explain
@@ -85,12 +85,9 @@ _HOMES = {
         "checks.open": "LazyCheckpoint LazyTensor open",
         "checks.stats": "Stats stats",
         "checks.verify": "Verified verify",
-        "conversion.average": "average",
-        "conversion.consolidate": "consolidate",
-        "conversion.convert": "convert",
+        "conversion.combine": "average merge",
+        "conversion.convert": "consolidate convert reshard",
         "conversion.finalize": "finalize",
-        "conversion.merge": "merge",
-        "conversion.reshard": "reshard",
         "diagnosis.doctor": "Diagnosis doctor",
         "diagnosis.explain": "explain",
         "diagnosis.finding": "Finding",

@@ -33,7 +33,6 @@ TORCH_AT_THE_TOP = (
     ),
 )
 TORCH_WHEN_USED = (
-    "layout.arrays",
     "state.pipeline",
     "checks.open",
     "integrations.transformers",
@@ -71,24 +70,24 @@ PICKLED = {"formats.dcp.read_metadata": {"megatron", "olmo"}}
 WRITTEN_BY: dict[str, set[str]] = {
     "formats": {"deepspeed", "megatron", "orbax"},  # the table
     "plugins.orbax*": {"orbax"},
-    "trainers.foreign": {"nemo", "skyrl"},  # archives of theirs
-    "formats.hf.format": {"skyrl", "slime"},  # whose weight updates it refuses
+    "trainers": {"nemo", "skyrl"},  # archives of theirs
+    "formats.hf": {"skyrl", "slime"},  # whose weight updates it refuses
     "formats.ranks.write_files": {"skyrl"},  # an entry of its
-    "formats.pt.format": {"megatron"},  # a file name of its
-    "formats.dcp.model_space": {"megatron"},
-    "checkpoints.optimizers.masters": {"megatron"},  # whose names for masters it knows
+    "formats.pt": {"megatron"},  # a file name of its
+    "formats.dcp.format": {"megatron"},
+    "state.masters": {"megatron"},  # whose names for masters it knows
     "plugins.megatron*": {"megatron", "peft"},
     "plugins.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
     "models.adapter_facts": {"peft", "megatron"},  # whose keys the adapter's config has
     "models.computation": {"peft", "diffusers"},  # whose versions config.json has
-    "adapters.trainer_names": {"megatron"},  # whose trainers have names of their own
+    "adapters.find": {"megatron"},  # whose trainers have names of their own
     "adapters.expert_pairs": {"megatron", "nemo", "skyrl", "vllm"},  # each stores experts in another form
     "layout.wrappers": {"peft"},  # whose wrapper puts words into names
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
-    "conversion.merge": {"peft"},
+    "conversion.combine": {"peft"},
     "state.options": {"peft"},  # a layout of adapters has its name
     "plugins.deltas.*": {"vllm"},  # which applies them
     "state.quantized*": {"vllm"},  # which loads what is quantized
@@ -99,7 +98,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "integrations.trainer": {"accelerate"},  # which saves for a Trainer
     "plugins.vllm*": {"vllm"},
     "diagnosis.optimizer": {"megatron"},  # which keeps a map of groups
-    "diagnosis.messages": {"accelerate", "deepspeed", "verl"},  # whose words they are
+    "diagnosis.explain": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 
 IDENTIFIERS = frozenset({"id", "attr", "arg", "name", "asname", "module"})  # fields of nodes

@@ -15,11 +15,17 @@ from ckptkit.adapters.changes import (
 )
 from ckptkit.adapters.config import NAME as CONFIG
 from ckptkit.adapters.config import AdapterConfig, config_bytes_for_inference, find_adapter_config
-from ckptkit.adapters.empty import find_empty_adapter_error
-from ckptkit.adapters.experts import remarks_on_lora_b_layout
-from ckptkit.adapters.find import HINT_KEEP_TENSORS, Adapted, Adapter, find_adapters
+from ckptkit.adapters.expert_pairs import remarks_on_lora_b_layout
+from ckptkit.adapters.find import (
+    HINT_KEEP_TENSORS,
+    Adapted,
+    Adapter,
+    TrainerNames,
+    find_adapters,
+    find_empty_adapter_error,
+    find_trainer_names,
+)
 from ckptkit.adapters.names import DEFAULT, WRAPPER, name_inside_wrapper
-from ckptkit.adapters.trainer_names import TrainerNames, find_trainer_names
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.io.origin import Origin

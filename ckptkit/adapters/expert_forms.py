@@ -13,8 +13,16 @@ from typing import Any
 
 from ckptkit.adapters.changes import check_adapter_fits_config
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
-from ckptkit.adapters.expert_pairs import DOWN, GATE, GATE_UP, UP, ExpertPair, ExpertReader, find_expert_form
-from ckptkit.adapters.experts import find_lora_b_layout
+from ckptkit.adapters.expert_pairs import (
+    DOWN,
+    GATE,
+    GATE_UP,
+    UP,
+    ExpertPair,
+    ExpertReader,
+    find_expert_form,
+    find_lora_b_layout,
+)
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Entry
 from ckptkit.errors import Unsupported, Usage

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, cast
 
-from ckptkit.adapters.config import find_adapter_config, is_usable_alpha
+from ckptkit.adapters.config import AdapterConfig, find_adapter_config, is_usable_alpha
 from ckptkit.adapters.names import (
     DEFAULT,
     UNUSED,
@@ -23,11 +24,13 @@ from ckptkit.adapters.names import (
     name_inside_wrapper,
     parse_tensor_name,
 )
-from ckptkit.adapters.trainer_names import find_trainer_names
 from ckptkit.checkpoints.component import Component
+from ckptkit.entry_points import PluginTable
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsupported
 from ckptkit.layout import Layout, Spec
-from ckptkit.models.names.weights import find_weights
+from ckptkit.models.names.weights import Weights, find_weights
+
+EMPTY = "empty_adapter"  # the code of the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +209,65 @@ def find_full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str,
         for name, new in loaded.items()
     }
     return whole, tuple(name for name in names if name not in loaded)
+
+
+class TrainerNames(Protocol):
+    """The interface of a module that translates a trainer's names."""
+
+    def has_adapter_matrix(self, names: Collection[str], /) -> bool:
+        """Return whether one of these names is the trainer's name of an adapter matrix."""
+
+    def with_hub_names(self, weights: Weights, path: Path, base: str | None, /) -> Weights:
+        """Return the matrices under PEFT's names for the Hub's modules, by the base's config.json."""
+
+    def config_for_hub_modules(
+        self, config: AdapterConfig | None, saved: Layout, modules: Collection[str], replaced: Collection[str], /
+    ) -> AdapterConfig:
+        """Return a config with the Hub's modules as targets. Raises `NotACheckpoint` if no file has alpha."""
+
+    def read_trainer_settings(self, saved: Layout, /) -> tuple[Path, dict[str, Any]]:
+        """Return the path of the trainer's own settings, and the values that PEFT's config would have."""
+
+
+class KnownNames(NamedTuple):
+    """A row of the table: `where` is the path of the module, imported if the regex `tells` matches a tensor name."""
+
+    where: str
+    tells: str
+
+
+TRAINER_NAMES = PluginTable(
+    "ckptkit.adapter_names",
+    KnownNames,
+    {"megatron": KnownNames("ckptkit.plugins.megatron.adapters", r"(.*\.)?decoder\..*")},
+)
+
+
+def find_trainer_names(names: Collection[str]) -> TrainerNames | None:
+    """Return the module that translates these names; None if they are not a trainer's."""
+    for known in TRAINER_NAMES.values():
+        if any(map(re.compile(known.tells, re.DOTALL).fullmatch, names)):
+            module = cast(TrainerNames, import_module(known.where))
+            if module.has_adapter_matrix(names):
+                return module
+    return None
+
+
+def find_empty_adapter_error(layout: Layout) -> Corrupt | None:
+    """Return the error for an adapter file without tensors, or with tensors of size 0; None for any other.
+
+    `Trainer.save_model` of transformers saved such adapters under ZeRO 3, before transformers' pull request 41416.
+    """
+    empty = sorted(name for name, tensor in layout.tensors.items() if not tensor.spec.numel)
+    if layout.tensors and not empty:
+        return None
+    what = f"{len(empty)} of {len(layout.tensors)} tensors have size 0" if empty else "the file contains no tensors"
+    hint = "pass the training's checkpoint, whose `global_step` directory has the weights"
+    error = Corrupt(
+        f"the adapter is empty, {what}: ZeRO 3 saved it without gathering the parameters",
+        path=layout.path,
+        tensor=next(iter(empty), None),
+        hint=hint,
+    )
+    error.code = EMPTY
+    return error

@@ -116,7 +116,7 @@ class Component:
             first = (chunk for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)
             if layout.file_sums and not is_remote(layout.root) and any(chunk.crc32 is not None for chunk in first):
                 # deferred: for formats without checksums of their own
-                from ckptkit.engine.whole_files import verify_nearly_covered_files
+                from ckptkit.engine.check_sources import verify_nearly_covered_files
 
                 verify_nearly_covered_files(layout)
         return edits.with_low_precision_copies(layout) if self.takes_twins else layout

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from ckptkit.checkpoints.optimizers.masters import COMPLETED, REMAINDERS, find_masters
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.engine.compare import compare_computed, compare_layouts
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels
@@ -14,6 +13,7 @@ from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.layout.edits import cast_tensors
 from ckptkit.models.names.weights import find_weights
+from ckptkit.state.masters import COMPLETED, REMAINDERS, find_masters
 from ckptkit.words import count
 
 _NARROW = ("bfloat16", "float16")

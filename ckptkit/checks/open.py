@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from operator import index as as_integer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.several_disks import Others
 from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.engine.read import SharedRuns, read_box
-from ckptkit.errors import Mismatch, errors_at
+from ckptkit.errors import Mismatch, Unsupported, errors_at
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Layout, Spec
-from ckptkit.layout.box import Box
+from ckptkit.layout.box import Box, Shape, full_box
+from ckptkit.layout.dtypes import DTYPES, SMALL_FLOATS, DType
 from ckptkit.layout.edits import select_entries
 from ckptkit.layout.plan import Recipe
-from ckptkit.layout.views import Index, View
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import CONFIG
 from ckptkit.state.options import ConvertOptions
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+Index = int | slice | EllipsisType
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,14 +191,10 @@ class LazyTensor:
 
     def torch(self) -> torch.Tensor:
         """Read the tensor as a `torch.Tensor` on the CPU."""
-        from ckptkit.layout.arrays import to_torch
-
         return self._convert(to_torch)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Read the tensor as an array. A dtype that numpy lacks, such as bfloat16, becomes float32, which is exact."""
-        from ckptkit.layout.arrays import to_numpy
-
         return self._convert(to_numpy)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
@@ -229,3 +229,97 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.spec} in {self.checkpoint.path}>"
+
+
+def to_numpy(data: memoryview, dtype: DType, shape: Shape) -> npt.NDArray[Any]:
+    """Return the elements in `data` as an array, which shares its memory if numpy has the dtype.
+
+    Other dtypes become the next larger dtype that represents every value: float32 for bfloat16 and 8-bit floats,
+    complex64 for complex32. Raises `Unsupported` for dtypes with two numbers per element, and for quantized dtypes
+    without scales.
+    """
+    import numpy as np
+
+    from ckptkit.layout.casting import widener
+
+    if dtype.name in ("bfloat16", "complex32"):
+        is_complex = dtype.name == "complex32"
+        floats = widener(DTYPES["float16" if is_complex else "bfloat16"])(np.frombuffer(data, np.uint16))
+        return (floats.view(np.complex64) if is_complex else floats).reshape(shape)
+    if dtype.name.endswith("_x2") or dtype.kind == "quantized":
+        raise Unsupported(f"numpy does not have dtype {dtype}", hint="`.torch()` knows some that numpy does not")
+    if dtype.kind == "small_float":
+        numbers = np.array(SMALL_FLOATS[dtype.name].value_by_bits, np.float32)
+        return numbers[np.frombuffer(data, np.uint8)].reshape(shape)
+    return np.ndarray(shape, dtype.name, data)
+
+
+def to_torch(data: memoryview, dtype: DType, shape: Shape) -> torch.Tensor:
+    """Return `data` as a CPU tensor, which shares its memory. Raises `Unsupported` if quantized: scales are missing."""
+    import torch
+
+    if dtype.kind == "quantized":
+        raise Unsupported(f"cannot read {dtype} without its scales")
+    torch_dtype = getattr(torch, dtype.name)
+    if not data:
+        return torch.empty(shape, dtype=torch_dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype).reshape(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A box of a tensor, and the axes that remain: an axis indexed by an integer is dropped."""
+
+    box: Box
+    axes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Shape) -> Self:
+        return cls(full_box(shape), tuple(range(len(shape))))
+
+    @property
+    def shape(self) -> Shape:
+        """Return the size along the remaining axes."""
+        return tuple(self.box.size[axis] for axis in self.axes)
+
+    def indexed_by(self, index: Index | tuple[Index, ...]) -> View:
+        """Return the view that numpy would give for `[index]`, of integers, slices without a step, and one ellipsis.
+
+        Raises IndexError for an index that is out of range or one too many, TypeError for an index of another kind, and
+        ValueError for a slice with a step.
+        """
+        start, size, kept = list(self.box.start), list(self.box.size), list(self.axes)
+        for axis, item in zip(self.axes, self._index_per_axis(index), strict=True):
+            extent = size[axis]
+            if isinstance(item, slice):
+                low, high, step = item.indices(extent)
+                if step != 1:
+                    raise ValueError(f"a slice with step {step}: read without a step, then take every {step}th element")
+                start[axis], size[axis] = start[axis] + low, max(0, high - low)
+            else:
+                at = as_integer(item)
+                if not -extent <= at < extent:
+                    raise IndexError(f"index {at} is out of range for axis {axis} of size {extent}")
+                start[axis], size[axis] = start[axis] + at % extent, 1
+                kept.remove(axis)
+        return View(Box(tuple(start), tuple(size)), tuple(kept))
+
+    def _index_per_axis(self, index: Index | tuple[Index, ...]) -> list[int | slice]:
+        given = index if isinstance(index, tuple) else (index,)
+        for item in given:
+            if isinstance(item, bool) or not (isinstance(item, slice | EllipsisType) or hasattr(item, "__index__")):
+                raise TypeError(f"expected integers and slices as the index of a tensor on disk, found {item!r}")
+        dots = sum(item is ... for item in given)
+        spare = len(self.axes) - len(given) + dots
+        if spare < 0 or dots > 1:
+            raise IndexError(
+                f"expected at most {count(len(self.axes), 'index')} and one ellipsis, found "
+                f"{count(len(given) - dots, 'index')} and {dots} ellipses"
+            )
+        filled: list[int | slice] = []
+        for item in given if dots else (*given, ...):
+            if isinstance(item, EllipsisType):
+                filled += [slice(None)] * spare
+            else:
+                filled.append(item)
+        return filled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
@@ -13,12 +13,16 @@ from ckptkit import words
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.moved import Moved, moved
 from ckptkit.checks.tree import Branch, folded_tree_lines
-from ckptkit.engine.survey import count_values_by_tensor
+from ckptkit.engine.blocks import Block, blocks_of_plan
+from ckptkit.engine.check_sources import Sources
+from ckptkit.engine.copy import reread_unchecked_ranges
+from ckptkit.engine.visit import Pieces, Worker, visit_blocks
 from ckptkit.errors import Usage
 from ckptkit.formats import locate_all_chunks
-from ckptkit.io.progress import Progress, make_progress_reporter
+from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.layout import KeyPath, Layout, Spec, edits
-from ckptkit.layout.counting import Count
+from ckptkit.layout.counting import Count, count_values
+from ckptkit.layout.plan import Plan, in_file_order, self_copy_target
 from ckptkit.models.names.parameters import key_within_optimizer
 from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.state.selection import Edits
@@ -157,3 +161,41 @@ def stats(
     specs = layout.specs.items()
     tensors = tuple(TensorStats.of(name, spec, counts[name], in_total=name not in counters) for name, spec in specs)
     return Stats(checkpoint.path, layout.format, tensors)
+
+
+def count_values_by_tensor(
+    layout: Layout, *, jobs: int | None = None, progress: BytesDone | None = None
+) -> dict[str, Count]:
+    """Return the counts of each tensor of a layout, computed with `jobs` threads.
+
+    Verifies every chunk that has a recorded CRC-32. `progress` receives the bytes read, from one thread at a time.
+    Raises `Corrupt` where bytes are missing or a CRC-32 differs, and `Usage` for a layout that has not been located.
+    """
+    chunks = ((name, chunk) for name, tensor in layout.tensors.items() for chunk in tensor.chunks if chunk.box.numel)
+    plan = Plan(layout, layout, in_file_order(self_copy_target(name, chunk) for name, chunk in chunks))
+    sources = Sources(plan)
+    counts = {name: Count() for name in layout.tensors}
+    expected: deque[Block] = deque()  # the blocks whose counts are not merged yet, in the order of the plan
+    early: dict[int, Count] = {}  # the counts of those that came before their turn, by id() of the block
+
+    def blocks_in_order() -> Iterator[Block]:
+        for block in blocks_of_plan(plan):
+            expected.append(block)
+            yield block
+
+    def count_block(worker: Worker, block: Block) -> Count:
+        return count_values(worker.read_input(block), block.target.chunk.dtype)
+
+    def record(block: Block, fresh: Count, pieces: Pieces) -> None:
+        sources.record_reads(pieces)
+        early[id(block)] = fresh
+        # merged in the order of the blocks, so that one checkpoint always gives the same numbers
+        while expected and id(expected[0]) in early:
+            first = expected.popleft()
+            counts[first.target.name] = counts[first.target.name].merge(early.pop(id(first)))
+        if progress:
+            progress(block.nbytes)
+
+    visit_blocks(plan, count_block, record, jobs, sums=sources.is_awaiting_comparison, among=blocks_in_order())
+    reread_unchecked_ranges(sources, jobs)
+    return counts

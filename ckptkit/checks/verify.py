@@ -20,7 +20,7 @@ from ckptkit.checkpoints.account import describe_account, read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint_error, path_of_source
 from ckptkit.checkpoints.component import Component, find_unfinished_error
 from ckptkit.checkpoints.examination import examine_checkpoint
-from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
 from ckptkit.checkpoints.manifest import (
     ByteRange,
@@ -52,7 +52,7 @@ from ckptkit.formats import detect_format, locate_all_chunks, require_known_form
 from ckptkit.io.crc32 import RESTORE, damage_message
 from ckptkit.io.file import file_size, is_existing_path, list_children
 from ckptkit.io.origin import Origin
-from ckptkit.io.progress import Progress, Told, make_progress_reporter
+from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.layout import Blob, Chunk, Extent, FileOffset, Layout
 from ckptkit.models.computation import describe_differences
 from ckptkit.state.names import NameOptions
@@ -322,7 +322,7 @@ def verify_component(
     fast: bool = False,
     with_manifest: bool = True,
     jobs: int | None = None,
-    progress: Told | None = None,
+    progress: BytesDone | None = None,
 ) -> Verified:
     """Look for damage in one directory or file, using its manifest if `with_manifest`.
 
@@ -366,7 +366,7 @@ def add_empty_adapter_problem(components: Iterable[Component], layout: Layout, p
     is_whole = layout.tensors and all(tensor.spec.numel for tensor in layout.tensors.values())
     if is_whole or not any(component.is_adapter for component in components):
         return
-    from ckptkit.adapters.empty import find_empty_adapter_error
+    from ckptkit.adapters.find import find_empty_adapter_error
 
     if error := find_empty_adapter_error(layout):
         problems.add(error)
@@ -420,7 +420,7 @@ def with_store_proof(
     )
 
 
-def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: Told | None) -> Verified:
+def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: BytesDone | None) -> Verified:
     """Check everything, reading every byte."""
     sizes = file_sizes_of(own, problems)
     content, extents = check_zip_wrappers(own, sizes, problems)

@@ -13,8 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ckptkit.cli.settings import as_typer_command
-from ckptkit.cli.values import PlainCommand, UsageError, exit_with_help, parse_plain_values
+from ckptkit.cli.settings import PlainCommand, UsageError, as_typer_command, exit_with_help, parse_plain_values
 from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import SALVAGE, SALVAGE_HERE, Usage
 from ckptkit.version import __version__
@@ -179,8 +178,8 @@ COMMANDS = PluginTable(
         "doctor": KnownCommand("Check and fix", "ckptkit.cli.doctor:doctor"),
         "prove": KnownCommand("Check and fix", "ckptkit.plugins.prove.command:prove"),
         "ls": KnownCommand("Manage runs", "ckptkit.cli.ls:ls"),
-        "pin": KnownCommand("Manage runs", "ckptkit.cli.pin:pin"),
-        "unpin": KnownCommand("Manage runs", "ckptkit.cli.pin:unpin"),
+        "pin": KnownCommand("Manage runs", "ckptkit.cli.prune:pin"),
+        "unpin": KnownCommand("Manage runs", "ckptkit.cli.prune:unpin"),
         "prune": KnownCommand("Manage runs", "ckptkit.cli.prune:prune"),
         "watch": KnownCommand("Manage runs", "ckptkit.plugins.watch.command:watch"),
         "estimate": KnownCommand("Train", "ckptkit.plugins.estimate.command:estimate"),

@@ -28,8 +28,7 @@ from ckptkit.cli.output import (
     print_used_checkpoint,
     set_quiet,
 )
-from ckptkit.cli.settings import given_settings, typer_option_of
-from ckptkit.cli.sources import checkpoint_argument
+from ckptkit.cli.settings import checkpoint_argument, given_settings, typer_option_of
 from ckptkit.entry_points import import_object
 from ckptkit.errors import Usage, first_of
 from ckptkit.formats import describe_writable, writable_formats

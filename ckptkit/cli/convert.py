@@ -21,8 +21,7 @@ from ckptkit.cli.conversion import (
     print_result,
 )
 from ckptkit.cli.output import Json, progress_bar
-from ckptkit.cli.settings import with_options
-from ckptkit.cli.sources import Also, each_with_others, join_also_directories
+from ckptkit.cli.settings import Also, each_with_others, join_also_directories, with_options
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_model_path, to_path
 
@@ -56,7 +55,7 @@ def consolidate(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or does not fit its config; 4 an I/O failure,
     OUT is unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.conversion.consolidate import consolidate as run
+    from ckptkit.conversion.convert import consolidate as run
 
     src = join_also_directories(src, also)
     with progress_bar("consolidating") as progress:
@@ -120,8 +119,8 @@ def reshard(
     Exit codes: 0 done; 2 usage; 3 the checkpoint is damaged, incomplete or not supported; 4 an I/O failure, OUT is
     unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.conversion.reshard import default_source
-    from ckptkit.conversion.reshard import reshard as run
+    from ckptkit.conversion.convert import default_source
+    from ckptkit.conversion.convert import reshard as run
 
     src = join_also_directories(src or default_source(), also) if also else src
     with progress_bar("resharding") as progress:
@@ -166,7 +165,7 @@ def average(
     checkpoints do not belong to one model; 4 an I/O failure, OUT is unchanged; 5 OUT exists, or a path is unsafe; 130
     interrupted.
     """
-    from ckptkit.conversion.average import average as run
+    from ckptkit.conversion.combine import average as run
 
     sources = each_with_others(sources, also, "pass one run and --last K")
     with progress_bar("averaging") as progress:
@@ -204,7 +203,7 @@ def merge(
     consolidate --merge`. Exit codes: 0 done; 2 usage; 3 an adapter is damaged, does not fit, or uses an unknown method;
     4 an I/O failure, OUT is unchanged; 5 OUT exists, or a path is unsafe; 130 interrupted.
     """
-    from ckptkit.conversion.merge import merge as run
+    from ckptkit.conversion.combine import merge as run
 
     hint = "`ckptkit consolidate ADAPTER OUT --also DIR` makes one directory of each"
     adapters = each_with_others(adapters, also, hint)

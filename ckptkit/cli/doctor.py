@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.output import Json, pick, print_json, print_note, print_table, print_text_line
-from ckptkit.cli.settings import with_options
-from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
+from ckptkit.cli.settings import Also, checkpoint_argument, join_also_directories, with_options
 from ckptkit.errors import Usage
 from ckptkit.io.destination import is_on_hub
 from ckptkit.settings import Setting

@@ -21,8 +21,7 @@ from ckptkit.cli.output import (
     progress_bar,
     without_middle,
 )
-from ckptkit.cli.settings import given_settings, with_options
-from ckptkit.cli.sources import Also, join_also_directories
+from ckptkit.cli.settings import Also, given_settings, join_also_directories, with_options
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_local_path, to_path
 from ckptkit.settings import Setting

@@ -18,7 +18,7 @@ from ckptkit.cli.output import (
     print_text_line,
     print_used_checkpoint,
 )
-from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
+from ckptkit.cli.settings import Also, checkpoint_argument, join_also_directories
 from ckptkit.errors import first_of
 from ckptkit.words import count, count_parameters, format_bytes
 

@@ -20,7 +20,7 @@ from ckptkit.cli.output import (
     print_text_line,
     terminal_width,
 )
-from ckptkit.cli.sources import Also, join_also_directories
+from ckptkit.cli.settings import Also, join_also_directories
 from ckptkit.errors import first_of
 from ckptkit.io.path import to_path
 from ckptkit.words import command_line, count, escape_control_characters, format_bytes

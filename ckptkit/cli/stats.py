@@ -19,8 +19,7 @@ from ckptkit.cli.output import (
     progress_bar,
     with_repeat_count,
 )
-from ckptkit.cli.settings import given_settings, with_options
-from ckptkit.cli.sources import Also, checkpoint_argument, join_also_directories
+from ckptkit.cli.settings import Also, checkpoint_argument, given_settings, join_also_directories, with_options
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
 from ckptkit.words import count, per_cent

@@ -21,8 +21,7 @@ from ckptkit.cli.output import (
     progress_bar,
     to_plain,
 )
-from ckptkit.cli.settings import given_settings, with_options
-from ckptkit.cli.sources import Also, each_with_others, join_also_directories
+from ckptkit.cli.settings import Also, each_with_others, given_settings, join_also_directories, with_options
 from ckptkit.errors import Usage
 from ckptkit.io.file import missing_path_error
 from ckptkit.io.path import to_local_path, to_path

@@ -138,7 +138,7 @@ def choose_model_component(checkpoint: Checkpoint, options: ConvertOptions) -> t
     exported = None if takes_states else checkpoint.exported_weights
     if exported is None:
         return checkpoint.model_component, ()
-    from ckptkit.adapters.empty import find_empty_adapter_error  # deferred: rarely needed
+    from ckptkit.adapters.find import find_empty_adapter_error  # deferred: rarely needed
 
     name, states = exported.path.name, checkpoint.model_component.place
     if error := find_empty_adapter_error(exported.layout):

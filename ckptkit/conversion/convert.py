@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Unpack
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, path_of_source
 from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
-from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
 from ckptkit.checkpoints.replaceable import check_replaceable
@@ -25,7 +25,7 @@ from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupp
 from ckptkit.formats import find_format_of_file_name, writable_formats
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import is_existing_path
-from ckptkit.io.path import is_remote, remarks_on_hub_id
+from ckptkit.io.path import is_remote, path_beside, remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import directories_to_search
@@ -46,6 +46,8 @@ from ckptkit.words import count, join_with_or
 
 if TYPE_CHECKING:
     from ckptkit.conversion.salvaging.repair import SurveyFunction
+
+RUN = "run"  # default output directory of `ckptkit train`
 
 
 @with_spelled_options
@@ -88,6 +90,54 @@ def convert(
         complete_optimizer=complete_optimizer,
     )
     return run_conversion([src], dst, own)
+
+
+@with_spelled_options
+def consolidate(src: Source, dst: str | Path, **options: Unpack[Keywords]) -> Converted:
+    """Write the model weights of the checkpoint at `src` to directory or URL `dst`, with config and tokenizer.
+
+    `dtype` converts floats of 16 bits and more; `GLOB=DTYPE` converts matching ones. `max_shard_size` is in bytes.
+    `base` is a directory or Hub id with config and tokenizer. `include` and `exclude` are globs of the names in the
+    checkpoint; `rename` has rules `REGEX=>TEXT` for the model's own names. `strict` refuses tensors that config.json
+    does not describe. Without `sync`, a power failure may lose the result. `part`, such as "1/8", does one share of the
+    work; call `finalize` after the last. Raises a `CkptError`, and leaves `dst` unchanged, if anything does not fit or
+    a checksum differs.
+    """
+    return convert(src, dst, to="hf", **options)
+
+
+@with_spelled_options
+def reshard(
+    src: Source | None = None,
+    dst: str | Path | None = None,
+    *,
+    to: int,
+    optimizer_order: str | Path | None = None,
+    complete_optimizer: bool = False,
+    **options: Unpack[Keywords],
+) -> Converted:
+    """Write the checkpoint at `src` to directory or URL `dst` for `to` ranks.
+
+    Files by rank keep their format; every other format becomes DCP. `src` may be a run, by default `run/` or else the
+    current directory; ckptkit reads its latest complete checkpoint. `dst` is by default `SRC-toN` next to it.
+    Components that do not depend on the number of ranks, such as safetensors beside a sharded optimizer, are copied
+    unchanged. With `complete_optimizer`, parameters without an optimizer state get zeros. For `optimizer_order`, the
+    other options and the errors, see `convert`.
+    """
+    own = {"world_size": to, "only_sharded": True, "complete_optimizer": complete_optimizer}
+    asked = ConvertOptions.of(options, to="dcp", optimizer_order=optimizer_order, **own)
+    source = Checkpoint.open(src if src is not None else default_source())
+    formats = {part.reader.name for part in source.components if part.reader.is_sharded}
+    if len(formats) == 1 and formats <= set(writable_formats()):
+        asked = replace(asked, to=formats.pop())
+    if dst is None:  # in the current directory if the source is remote
+        path = source.path if source.path.name not in ("", "..") else source.path.resolve()
+        dst = path_beside(path, f"{path.name}-to{to}")
+    return run_conversion([source], dst, asked)
+
+
+def default_source() -> Path:
+    return Path(RUN) if Path(RUN).is_dir() else Path()
 
 
 def run_conversion(sources: Sequence[Source], dst: str | Path, options: ConvertOptions) -> Converted:

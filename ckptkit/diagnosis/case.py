@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.adapters.find import Adapted, find_adapters
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.examination import examine_checkpoint
-from ckptkit.checkpoints.examination.inconsistency import Inconsistency
+from ckptkit.checkpoints.examination.facts import Inconsistency
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import convert, draft_salvage
-from ckptkit.conversion.reshard import reshard
+from ckptkit.conversion.convert import consolidate, convert, draft_salvage, reshard
 from ckptkit.conversion.salvaging.repair import survey_file_sizes, survey_structure
 from ckptkit.diagnosis.exports import find_complete_export
 from ckptkit.diagnosis.finding import SHARDS, Finding, Fix, Value, group_findings

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from ckptkit.adapters.empty import EMPTY
+from ckptkit.adapters.find import EMPTY
 from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checks.verify import verify_component
 from ckptkit.diagnosis.case import LoadTarget

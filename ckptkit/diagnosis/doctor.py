@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, path_of_source
-from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
-from ckptkit.checkpoints.optimizers.masters import REMAINDERS, remainders_in
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix, run_fix
 from ckptkit.diagnosis.damage import find_damage, find_inconsistencies, find_torch_version, problems_by_component
@@ -27,11 +26,11 @@ from ckptkit.diagnosis.names import find_name_mismatches, find_wrapper_prefixes
 from ckptkit.diagnosis.optimizer import (
     find_group_differences,
     find_missing_states,
+    find_rank_dependent_state,
     find_unlisted_parameters,
     list_missing_states,
 )
 from ckptkit.diagnosis.other_checkpoint import compare_with_checkpoint
-from ckptkit.diagnosis.ranks import find_rank_dependent_state
 from ckptkit.diagnosis.shapes import (
     comparable_ties,
     find_missing_towers_and_layers,
@@ -51,6 +50,7 @@ from ckptkit.errors import and_more, too_small_error
 from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
+from ckptkit.state.masters import REMAINDERS, remainders_in
 from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import command_line, count
 

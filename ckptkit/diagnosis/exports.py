@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ckptkit.adapters.empty import find_empty_adapter_error
+from ckptkit.adapters.find import find_empty_adapter_error
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.evidence import read_json_object
@@ -24,10 +26,11 @@ from ckptkit.diagnosis.finding import (
     rewrite_fix,
 )
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
-from ckptkit.formats.hf.format import INDEX
-from ckptkit.formats.hf.headers import HeaderFiles, find_layout_in_headers
+from ckptkit.formats.hf import INDEX
 from ckptkit.formats.indices import read_index
+from ckptkit.formats.safetensors_headers import load_raw_header, parse_header_entry, read_shard_starts, require_no_gaps
 from ckptkit.io.file import names_in
+from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
@@ -38,6 +41,8 @@ _HF = "hf"
 _UNREAD = (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported)
 # from `experts.gate_proj.weight100` to `experts.100.gate_proj.weight`
 _EXPERT = (r"(\.experts)\.([^.]+)\.weight([0-9]+)$", r"\1.\3.\2.weight")
+_SUFFIX = ".safetensors"
+_SERIES = re.compile(r"(.*?)[-_.]?([0-9]+)-of-([0-9]+)(.*)")  # such as `model-00001-of-00002.safetensors`
 
 
 def find_broken_export(checkpoint: Checkpoint) -> list[Finding]:
@@ -169,3 +174,51 @@ def find_named_experts(
     message = f"the expert's number is at the end of the name: in {model.name} it is `{new_names[names[0]]}`"
     fix = rewrite_fix(target.checkpoint, rename=("=>".join(_EXPERT),), base=target.base)
     return rest, Finding("expert_names", names[0], message, fix, names)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderFiles:
+    """The tensors in the headers of a directory, and entries without elements. `is_series`: numbered and complete."""
+
+    layout: Layout
+    empty: Mapping[str, str]  # the file of each entry
+    is_series: bool
+
+
+def find_layout_in_headers(root: Path, format_name: str) -> HeaderFiles | None:
+    """Return the contents of all safetensors files in a directory as a layout of the format `format_name`.
+
+    Returns None if that is ambiguous: two files have a tensor of one name, or a rank wrote only its shards.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    empty: dict[str, str] = {}
+    files = set()
+    for file in sorted(file for file in names_in(root) if file.endswith(_SUFFIX)):
+        header, start, size = load_raw_header(root / file)
+        if read_shard_starts(header.pop("__metadata__", None), root / file):
+            return None
+        dropped = {key for key, entry in header.items() if is_empty_header_entry(entry)}
+        chunks = {
+            key: parse_header_entry(key, header[key], None, root / file, start) for key in header.keys() - dropped
+        }
+        require_no_gaps(chunks, root / file, start, size)
+        if chunks.keys() & tensors.keys():
+            return None
+        for key, chunk in sorted(chunks.items()):
+            tensors[key] = StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,))
+        empty |= dict.fromkeys(dropped, file)
+        files |= {file} if chunks else set()
+    matches = [match for file in files if (match := _SERIES.fullmatch(file))]
+    kinds = {(match[1], int(match[3]), match[4]) for match in matches}
+    numbers = {int(match[2]) for match in matches}
+    is_numbered = len(matches) == len(files) and numbers == set(range(1, len(files) + 1))
+    is_series = is_numbered and len(kinds) == 1 and next(iter(kinds))[1] == len(files)
+    return HeaderFiles(Layout(root, format_name, tensors), empty, is_series)
+
+
+def is_empty_header_entry(entry: Any) -> bool:
+    """Return whether an entry is empty, without dtype and elements, like torch's `_FqnData` before it is filled."""
+    if not isinstance(entry, dict) or entry.get("dtype") != "":
+        return False
+    offsets = entry.get("data_offsets")
+    return isinstance(offsets, list) and len(offsets) == 2 and offsets[0] == offsets[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ckptkit.checks.renames import shapes_of_entries
+from ckptkit.checks.diff import shapes_of_entries
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, rewrite_fix
 from ckptkit.diagnosis.names import findings_on_renames

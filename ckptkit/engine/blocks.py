@@ -1,4 +1,7 @@
-"""Cut the targets of a plan into blocks of bounded size, and gather the elements of a box from its chunks."""
+"""Cut the targets of a plan into blocks of bounded size, and gather the elements of a box from its chunks.
+
+Several processes share a plan unit by unit; a unit consists of blocks.
+"""
 
 from __future__ import annotations
 

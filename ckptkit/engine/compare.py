@@ -13,8 +13,9 @@ from itertools import islice
 from ckptkit.engine.blocks import Block, blocks_of_target
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import reread_unchecked_ranges
-from ckptkit.engine.visit import Pieces, Progress, Worker, visit_blocks
+from ckptkit.engine.visit import Pieces, Worker, visit_blocks
 from ckptkit.io.crc32 import Checksums, crc32
+from ckptkit.io.progress import BytesDone
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.axes import unsplit_index
 from ckptkit.layout.box import Box, full_box
@@ -44,7 +45,7 @@ def compare_layouts(
     tolerance: Tolerance | None = None,
     measure_all: bool = False,
     jobs: int | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
 ) -> Comparison:
     """Compare two layouts that have the same tensors in the same shapes, with `jobs` threads.
 
@@ -112,7 +113,7 @@ def compare_computed(
     sides: Mapping[str, tuple[Computed, Computed]],
     *,
     jobs: int | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
 ) -> dict[str, Distance]:
     """Return the distance of each pair of tensors of one shape in `sides`, by name, computed with `jobs` threads.
 
@@ -136,7 +137,7 @@ def measure_blocks(
     among: Iterable[Block] | None,
     measure: Callable[[Worker, Block], tuple[Distance | None, int]],
     jobs: int | None,
-    progress: Progress | None,
+    progress: BytesDone | None,
 ) -> tuple[dict[str, Distance], int]:
     """Return the distance of each tensor for which `measure` returned any, and how many bytes were verified.
 

@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.engine.blocks import STEP_BYTES, Block, Gatherer
-from ckptkit.engine.check_sources import Sources, range_start_of
+from ckptkit.engine.check_sources import Sources, range_start_of, verify_files_read
 from ckptkit.engine.ledger import Journal, Ledger, offsets_in_byte_range
 from ckptkit.engine.shares import WHOLE, Share, UnfinishedUnits, blocks_in_turns
-from ckptkit.engine.visit import Pieces, Progress, Step, Worker, default_jobs, process_units, visit_blocks
+from ckptkit.engine.visit import Pieces, Step, Worker, default_jobs, process_units, visit_blocks
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.disk import early_sync
 from ckptkit.io.path import is_remote
+from ckptkit.io.progress import BytesDone
 from ckptkit.layout import Chunk, FileOffset, ReadRun
 from ckptkit.layout.box import span_of
 from ckptkit.layout.plan import Plan, Recipe
@@ -49,7 +50,7 @@ def copy_by_plan(
     journal: Journal | None = None,
     *,
     jobs: int | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
     sync: bool = False,
     output: AssembledFiles | None = None,
 ) -> Ledger:
@@ -243,8 +244,6 @@ def check_all_units_written(plan: Plan, ledger: Ledger, *, jobs: int | None = No
         checksums[range_start_of(target.chunk)] = crc
     checked, uncompared = 0, list[Path]()
     if unchecked := sources.unchecked_bytes_by_file:
-        from ckptkit.engine.whole_files import verify_files_read  # only where a manifest has files alone
-
         checked, uncompared = verify_files_read(plan.sources, ledger.read, unchecked)
     return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, uncompared)
 

@@ -16,11 +16,12 @@ from threading import Lock
 from typing import TypeVar
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block, Gatherer
-from ckptkit.engine.visit import Pieces, Progress, Step, Worker, process_units, visit_blocks
+from ckptkit.engine.visit import Pieces, Step, Worker, process_units, visit_blocks
 from ckptkit.errors import CkptError, Corrupt, Report, skip_problem
 from ckptkit.io.crc32 import Checksums, combine_crc32, crc32
 from ckptkit.io.file import OpenFiles, read_at
 from ckptkit.io.pieces import FilePiece, PieceSink, cut_into_pieces, new_piece_buffer
+from ckptkit.io.progress import BytesDone
 from ckptkit.layout import Extent, FileOffset
 from ckptkit.layout.plan import plan_range_reads
 
@@ -73,7 +74,7 @@ def copy_files(
     report: Report,
     *,
     jobs: int | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
 ) -> Scanned:
     """Copy files, given with their sizes in bytes, into a sink. Reports extents that overlap; verifies nothing."""
     sums = RegionSums(root, sizes, extents, report)
@@ -119,7 +120,7 @@ def scan_files(
     report: Report,
     *,
     jobs: int | None = None,
-    progress: Progress | None = None,
+    progress: BytesDone | None = None,
 ) -> Scanned:
     """Read files from end to end. Reports unreadable files and extents that overlap; verifies nothing."""
     sums = RegionSums(root, sizes, extents, report)

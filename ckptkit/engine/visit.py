@@ -21,6 +21,7 @@ from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import Checksums, crc32, damage_message
 from ckptkit.io.file import OpenFiles
 from ckptkit.io.path import REMOTE_JOBS, is_remote
+from ckptkit.io.progress import BytesDone
 from ckptkit.layout import Chunk, Layout, ReadRun
 from ckptkit.layout.box import Box
 from ckptkit.layout.dtypes import DType
@@ -28,7 +29,6 @@ from ckptkit.layout.plan import Plan, plan_range_reads
 
 Unit = TypeVar("Unit")
 Step = Callable[[Unit], None]
-Progress = Callable[[int], None]  # receives numbers of bytes, from one thread at a time
 
 
 def process_units(
@@ -87,7 +87,7 @@ def byte_range_of_chunk(chunk: Chunk) -> Run:
 
 
 def find_damaged_ranges(
-    layout: Layout, *, jobs: int | None = None, progress: Progress | None = None
+    layout: Layout, *, jobs: int | None = None, progress: BytesDone | None = None
 ) -> dict[Run, CkptError]:
     """Return the byte ranges of a located layout that cannot be read, or whose CRC-32 differs, each with the error."""
     runs = dict(byte_ranges_in(layout))

@@ -71,7 +71,7 @@ FORMATS = PluginTable(
             main=r"_METADATA|manifest\.ocdbt",
         ),
         "hf": KnownFormat(
-            "ckptkit.formats.hf.format:HuggingFace",
+            "ckptkit.formats.hf:HuggingFace",
             "Hugging Face safetensors",
             r".*\.safetensors(\.index\.json)?",
             is_written=True,
@@ -81,7 +81,7 @@ FORMATS = PluginTable(
             "ckptkit.plugins.megatron.format:Megatron", "Megatron's ranks", r"mp_rank_[0-9_]+|model_(optim_)?rng\.pt"
         ),
         "consolidated": KnownFormat(
-            "ckptkit.plugins.meta.format:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
+            "ckptkit.plugins.meta:Consolidated", "Meta's ranks", r"consolidated\.[0-9]{2}\.pth"
         ),
         "universal": KnownFormat(
             "ckptkit.plugins.deepspeed.universal:Universal",
@@ -102,11 +102,11 @@ FORMATS = PluginTable(
             perhaps=r"rank[_-]?[0-9]+\.(pt|pth|bin)",
         ),
         "pt_shards": KnownFormat(
-            "ckptkit.formats.pt_shards.format:PtShards",
+            "ckptkit.formats.pt_shards:PtShards",
             "torch.save, several files and their index",
             r".*\.(bin|pt|pth)\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.(bin|pt|pth)",
         ),
-        "pt": KnownFormat("ckptkit.formats.pt.format:Pt", "torch.save", r".*", is_written=True, main=_STATES),
+        "pt": KnownFormat("ckptkit.formats.pt:Pt", "torch.save", r".*", is_written=True, main=_STATES),
     },
 )
 

@@ -34,7 +34,7 @@ from ckptkit.io.local import is_strange_link
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.pieces import LocalPieces, PieceSink, is_sent_in_pieces
-from ckptkit.io.progress import Progress, Told, make_progress_reporter
+from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.io.staging import Stage
 from ckptkit.layout import Extent
 from ckptkit.models.names.weights import training_state_names
@@ -282,7 +282,7 @@ def count_checksummed_bytes(components: Sequence[CopiedComponent]) -> int:
 
 
 def copy_into_sink(
-    contents: Contents, sink: PieceSink, *, jobs: int | None, progress: Told | None, origin: Origin
+    contents: Contents, sink: PieceSink, *, jobs: int | None, progress: BytesDone | None, origin: Origin
 ) -> Scanned:
     """Copy every file into a sink. Raises `Corrupt` if a checksum differs, `IOFailure` if the source was replaced."""
     problems = Problems()

@@ -27,7 +27,7 @@ from ckptkit.hub.transfers import Bars, Follow, differences_from_hub, no_progres
 from ckptkit.io.allocation import missing_bytes, require_free_space
 from ckptkit.io.file import require_plain_file_name
 from ckptkit.io.path import to_local_path
-from ckptkit.io.progress import Told, make_progress_reporter
+from ckptkit.io.progress import BytesDone, make_progress_reporter
 from ckptkit.io.staging import WORK, Stage
 from ckptkit.io.stores.hub import request_headers
 from ckptkit.io.stores.hub_calls import HubFile, HubRepository, require_repository, silenced_hub_client
@@ -160,7 +160,7 @@ def pull_resume_key(repository: HubRepository, files: Mapping[str, HubFile]) -> 
 
 
 def download_missing_files(
-    repository: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, advance: Told | None
+    repository: HubRepository, files: Mapping[str, HubFile], stage: Stage, jobs: int | None, advance: BytesDone | None
 ) -> None:
     """Download the missing files, and the missing ends of partial files, several at once."""
 
@@ -186,7 +186,7 @@ def download_missing_files(
     transfer_each_file({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, advance)
 
 
-def verify_downloads(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: Told | None) -> None:
+def verify_downloads(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: BytesDone | None) -> None:
     """Raise `Corrupt` if a file differs from the Hub's. Removes such files, so that the next pull downloads them."""
     contents = {name: root / name for name in files}
     wrong = differences_from_hub(contents, sha256_by_name(contents, jobs, advance), files)

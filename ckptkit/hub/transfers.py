@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.engine.visit import process_units
 from ckptkit.io.file import file_size, opening, read_at
-from ckptkit.io.progress import Progress, Told
+from ckptkit.io.progress import BytesDone, Progress
 from ckptkit.io.stores.hub_calls import HubFile
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def hash_content(content: Content, algorithm: _Hash, follow: Follow = lambda _: 
     return algorithm.hexdigest()
 
 
-def sha256_by_name(contents: Mapping[str, Content], jobs: int | None, advance: Told | None) -> dict[str, str]:
+def sha256_by_name(contents: Mapping[str, Content], jobs: int | None, advance: BytesDone | None) -> dict[str, str]:
     """Return the SHA-256 of each file by name, computed by `jobs` threads."""
     sums: dict[str, str] = {}
 
@@ -83,7 +83,7 @@ Bars = Callable[[str], AbstractContextManager[Progress]]  # opens the progress b
 
 
 def transfer_each_file(
-    sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, advance: Told | None = None
+    sizes: Mapping[str, int], do: Callable[[str, Follow], None], jobs: int | None, advance: BytesDone | None = None
 ) -> None:
     """Call `do(name, follow)` for each file in `sizes` (bytes by name), with `jobs` threads.
 

@@ -35,10 +35,8 @@ from ckptkit.formats import decompress_entries
 from ckptkit.integrations.background import BackgroundSaver
 from ckptkit.io.path import to_local_path
 from ckptkit.layout import KeyPath, Layout
-from ckptkit.runs.deletion import delete_checkpoint, deleting
-from ckptkit.runs.pins import is_pinned
-from ckptkit.runs.readers import readers_in
-from ckptkit.runs.watches import is_being_handled
+from ckptkit.runs.deletion import delete_checkpoint, deleting, is_being_handled, is_pinned
+from ckptkit.runs.retention import readers_in
 from ckptkit.storage.entries import archive_bytes_of, entry_as_torch_save
 from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.storage.writer import Writer

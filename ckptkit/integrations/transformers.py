@@ -24,10 +24,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ckptkit.checkpoints.checkpoint import Source
-from ckptkit.checks.open import HubModel, LazyTensor
+from ckptkit.checks.open import HubModel, Index, LazyTensor
 from ckptkit.errors import Caution, CkptError, Mismatch, Unsupported, and_more
 from ckptkit.formats.safetensors_headers import SPELLINGS
-from ckptkit.layout.views import Index
 from ckptkit.models.companions import CONFIG
 from ckptkit.models.transformers_model import model_class_of
 

@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 
 from ckptkit.layout.box import Box
 from ckptkit.layout.casting import widen_into
+from ckptkit.layout.counting import sum_of_squares
 from ckptkit.layout.distance import Distance, Tolerance
-from ckptkit.layout.dtypes import DType
-from ckptkit.layout.moments import sum_of_squares
-from ckptkit.layout.small_floats import SMALL_FLOATS
+from ckptkit.layout.dtypes import SMALL_FLOATS, DType
 
 Array = NDArray[Any]
 Elements = tuple[memoryview, DType]  # stored bytes and their dtype

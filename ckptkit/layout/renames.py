@@ -20,6 +20,11 @@ Shapes = Mapping[str, Shape | None]  # None for a non-tensor entry
 _MOST_TRIED = 64  # candidate renamings, most frequent first
 _MOST_RULES = 8  # rules of `--rename`; nobody reads more
 _START, _END = r"(^|\.)", r"(?=\.|$)"
+# a number that is a whole step of a name, or follows `weight` or `bias`, as in modules with several experts
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
+
+
+Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +232,13 @@ def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:
 def names_matching(glob: str, names: Collection[str]) -> list[str]:
     pattern = re.compile(translate(glob))
     return [name for name in names if pattern.match(name)]
+
+
+def outline_of(name: str) -> str:
+    """Return a name with `#` for each of its numbers (whole steps, or ends of `weight` and `bias`)."""
+    return _NUMBER.sub("#", name)
+
+
+def numbers_in(name: str) -> Numbers:
+    """Return the numbers that `outline_of` replaces."""
+    return tuple(map(int, _NUMBER.findall(name)))

@@ -19,12 +19,11 @@ from ckptkit.checkpoints.find_components import CHECKPOINT, LINK, RUN
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
 from ckptkit.checkpoints.seal import file_checksums, replace_manifest
 from ckptkit.checks.verify import verify_component
-from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import plan_conversion, require_all_copied_or_explained
+from ckptkit.conversion.convert import consolidate, plan_conversion, require_all_copied_or_explained
 from ckptkit.errors import Mismatch
 from ckptkit.io.allocation import create_file
 from ckptkit.io.disk import retry_interrupted
-from ckptkit.io.progress import Told
+from ckptkit.io.progress import BytesDone
 from ckptkit.io.staging import Stage
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DTYPES
@@ -76,7 +75,7 @@ def is_wider_than_bfloat16(spec: Spec) -> bool:
     return spec.dtype.is_castable_to(_NARROW) and spec.dtype.itemsize > _NARROW.itemsize
 
 
-def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progress: Told | None = None) -> int:
+def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progress: BytesDone | None = None) -> int:
     """Replace the checkpoint in directory `checkpoint` by its weights; the files get the modification time `saved_at`.
 
     Returns the number of tensors that keep more than 16 bits, because loaders require it. Raises a `CkptError`, and

@@ -24,7 +24,7 @@ from ckptkit.checkpoints.checkpoint import (
 )
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination import examine_checkpoint, examine_layout
-from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.one_of_several import find_partial_file_error
 from ckptkit.checkpoints.replaceable import files_in_manifest
@@ -36,7 +36,7 @@ from ckptkit.io.destination import CLAIM
 from ckptkit.io.file import file_size, is_existing_path, list_children, missing_path_error
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import drop_cached_listing, is_remote
-from ckptkit.runs.pins import pinned_names_in
+from ckptkit.runs.deletion import pinned_names_in
 from ckptkit.runs.retention import read_metrics
 from ckptkit.summary import Summarized
 from ckptkit.trainers import find_step_of_path, name_without_suffixes

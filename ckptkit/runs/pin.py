@@ -8,8 +8,8 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.verify import require_no_problems, verify_component
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.io.file import missing_path_error
+from ckptkit.runs.deletion import is_pinned
 from ckptkit.runs.keeper import live_path_of, open_run_backend, require_complete_checkpoint
-from ckptkit.runs.pins import is_pinned
 from ckptkit.trainers import find_step_of_path
 from ckptkit.words import command_line
 

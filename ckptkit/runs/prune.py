@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, no_checkpoint_error
 from ckptkit.checkpoints.examination import examine_checkpoint
-from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.verify import verify_component
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, first_of, translate_os_errors
@@ -24,8 +24,16 @@ from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.runs.demote import demote, plan_demotion
 from ckptkit.runs.keeper import RunBackend, live_path_of, open_run_backend, protections_of, require_run
 from ckptkit.runs.ls import nbytes_and_time_below, problem_in_one_line
-from ckptkit.runs.readers import Readers, readers_in
-from ckptkit.runs.retention import Best, Policy, SavedCheckpoint, decide_retention, read_metrics, require_known_metric
+from ckptkit.runs.retention import (
+    Best,
+    Policy,
+    Readers,
+    SavedCheckpoint,
+    decide_retention,
+    read_metrics,
+    readers_in,
+    require_known_metric,
+)
 from ckptkit.summary import Summarized
 from ckptkit.trainers import has_epoch_only
 from ckptkit.words import count, format_bytes

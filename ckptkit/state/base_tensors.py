@@ -1,17 +1,19 @@
-"""Compare the names and shapes of the weights to write with those of the base, and copy tensors that only it has."""
+"""Read the weights of the base: compare their names and shapes with the model's, copy tensors that only it has."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
 
-from ckptkit.checkpoints.base_weights import BaseWeights
-from ckptkit.errors import Corrupt, Mismatch, Unsupported, Usage
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsupported, Usage
 from ckptkit.formats import locate_all_chunks
+from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.plan import Operand
@@ -158,3 +160,40 @@ def copy_recipe(name: str, number: int) -> RecipeFor:
     from ckptkit.engine.recipes import Taken  # imports numpy, which plain copies do not need
 
     return lambda _, dtype: Taken(Operand(number, name, dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class BaseWeights:
+    """The weights of a base: a directory, a URL or a Hub id. Calling it returns their names, None without weights.
+
+    The first use opens the base. A base that cannot be reached counts as a base without weights, because the Hub's
+    cache may contain only the config.
+    """
+
+    base: str
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return the weights under their names in the base; None without weights."""
+        return self._found if isinstance(self._found, Layout) else None
+
+    @property
+    def problem(self) -> CkptError | None:
+        """Return why existing weights cannot be read, for example Git LFS pointers or an unknown format; else None."""
+        return self._found if isinstance(self._found, CkptError) else None
+
+    @cached_property
+    def _found(self) -> Layout | CkptError | None:
+        try:
+            return self.open().weights.layout
+        except (Corrupt, Mismatch, Unsupported) as error:
+            return error
+        except (IOFailure, NotACheckpoint, Usage):
+            return None
+
+    def open(self) -> Checkpoint:
+        """Return the base as a checkpoint. Raises a `CkptError` if it has no readable weights."""
+        return Checkpoint.open(to_model_path(self.base))
+
+    def __call__(self) -> frozenset[str] | None:
+        return None if self.layout is None else frozenset(self.layout.tensors)

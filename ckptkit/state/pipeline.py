@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptkit.engine.check_sources import verify_covered_files
 from ckptkit.engine.copy import check_all_units_written, copy_by_plan
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import WHOLE, Share
-from ckptkit.engine.whole_files import verify_covered_files
 from ckptkit.errors import Corrupt, IOFailure, Occupied, skip_problem
 from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE

@@ -93,7 +93,7 @@ def base_names_function(base: str | None) -> AskBase:
     """Return a function that returns the names of the base's tensors; None without a base."""
     if base is None:
         return None
-    from ckptkit.checkpoints.base_weights import BaseWeights
+    from ckptkit.state.base_tensors import BaseWeights
 
     return BaseWeights(base)
 

@@ -27,15 +27,15 @@ from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
 from ckptkit.formats import get_writer
 from ckptkit.formats.dcp.read_metadata import METADATA, entries_file_name, tensors_file_name
-from ckptkit.formats.dcp.shards import (
+from ckptkit.formats.dcp.write import (
     ShardItem,
     append_item,
     bytes_around_data,
     checksum_of_items,
+    dump_metadata,
     size_of_file,
     template_of_chunk,
 )
-from ckptkit.formats.dcp.write_metadata import dump_metadata
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.destination import (
     Destination,

@@ -25,9 +25,8 @@ from ckptkit.training.config import (
     settings_of_resumed_run,
     toml_value,
 )
-from ckptkit.training.launch import Report, launch
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.metrics import Log, StepMetrics
-from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.run import Run
 from ckptkit.training.start import start_training
 from ckptkit.training.trainer import Trainer

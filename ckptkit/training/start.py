@@ -42,12 +42,11 @@ from ckptkit.training.data.tokens import TokenFile, prepare_tokens
 from ckptkit.training.metrics import drop_steps_after
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, download_if_hub_id
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.shard import ShardedModel
 from ckptkit.training.resume import find_resume_candidates, first_readable_checkpoint, load_newest
 from ckptkit.training.saving.run import Run
 from ckptkit.training.saving.save import ADAPTER
 from ckptkit.training.saving.state import are_adapter_names
+from ckptkit.training.shard import ShardedModel, param_dtype
 from ckptkit.training.trainer import Trainer
 
 _LIMIT = 1 << 24  # bytes of a config.json

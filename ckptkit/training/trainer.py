@@ -21,10 +21,9 @@ from ckptkit.training.config import TrainConfig
 from ckptkit.training.data.corpus import Corpus, indices_of_rank
 from ckptkit.training.metrics import StepMetrics, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint
-from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.shard import build_sharded_model
 from ckptkit.training.saving.run import Run
 from ckptkit.training.seeds import derive_seed
+from ckptkit.training.shard import build_sharded_model, param_dtype
 
 LAST_LR = 0.1  # learning rate at the last step, as a fraction of the highest
 

@@ -22,8 +22,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.engine.shares import Share
-from ckptkit.formats.dcp.shards import KnownBytes, ShardItem, items_per_rank, size_of_file
-from ckptkit.formats.dcp.write_metadata import pickled_metadata
+from ckptkit.formats.dcp.write import KnownBytes, ShardItem, items_per_rank, pickled_metadata, size_of_file
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk, Layout, NewFile, Patch, Spec, StoredTensor
 from ckptkit.layout.box import full_box

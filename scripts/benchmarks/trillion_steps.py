@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from ckptkit.formats.dcp.shards import ShardItem, append_item, row_shards, template_of_chunk
+from ckptkit.formats.dcp.write import ShardItem, append_item, row_shards, template_of_chunk
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Box, Shape, full_box
 from ckptkit.layout.dtypes import DTYPES

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import CkptError, NotACheckpoint
-from ckptkit.trainers.foreign import FOREIGN
+from ckptkit.trainers import FOREIGN
 from tests.producers import save_alone
 
 

@@ -22,8 +22,7 @@ from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt
 from ckptkit.storage import Reader
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.producers import counted
 from tests.storage.states import flip
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checks.renames import find_renames
+from ckptkit.checks.diff import find_renames
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.renames import Explained, explain_renames
 

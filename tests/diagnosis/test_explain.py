@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import ckptkit
 from ckptkit import Finding, doctor, explain
-from ckptkit.diagnosis.messages import MESSAGES
+from ckptkit.diagnosis.explain import MESSAGES
 from ckptkit.errors import NotACheckpoint
 from tests import producers
 from tests.conftest import Produce

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit.checkpoints.seal import create_files
+from ckptkit.checks.stats import count_values_by_tensor
 from ckptkit.engine.compare import compare_layouts, row_major_checksums
 from ckptkit.engine.read import read_box
-from ckptkit.engine.survey import count_values_by_tensor
 from ckptkit.errors import Usage
 from ckptkit.formats import get_writer, locate_all_chunks, require_known_format
 from ckptkit.layout import Blob, Layout, Wrapped, WriterOptions

@@ -132,7 +132,7 @@ def test_small_floats_that_differ_have_no_mean(tmp_path: Path) -> None:
 
 def test_shares_of_a_mean_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Done in any order, by processes that only leave their journals."""
-    monkeypatch.setattr("ckptkit.engine.shares.BLOCK_BYTES", 96)
+    monkeypatch.setattr("ckptkit.engine.blocks.BLOCK_BYTES", 96)
     numbers = np.arange(300, dtype=np.int32)
     sources = [source(tmp_path / f"src{i}", numbers + i, DTYPES["int32"]) for i in range(2)]
     dst = allocated(tmp_path / "dst", Spec(DTYPES["int32"], (300,)), [full_box((300,))])

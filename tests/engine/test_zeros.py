@@ -35,7 +35,7 @@ def test_rows_of_zeros(block: int, data: st.DataObject) -> None:
     numbers = data.draw(st.just(np.arange(1, rows * columns + 1, dtype=np.int32).reshape(rows, columns)))
     is_turned = data.draw(st.booleans())
     with tempfile.TemporaryDirectory() as home, pytest.MonkeyPatch.context() as patch:
-        for module in ("blocks", "shares", "visit"):
+        for module in ("blocks", "visit"):
             patch.setattr(f"ckptkit.engine.{module}.BLOCK_BYTES", block)
         patch.setattr("ckptkit.engine.rearrange._SMALL_SPAN", min(block // 2, 1 << 16))
         source = Files(Path(home, "src"))

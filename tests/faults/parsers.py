@@ -25,9 +25,9 @@ from ckptkit.formats.archives import state_files, zip_entries
 from ckptkit.formats.archives.flatten import flatten, unflatten
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.dcp.format import Dcp
-from ckptkit.formats.hf.format import HuggingFace
+from ckptkit.formats.hf import HuggingFace
 from ckptkit.formats.pickles import inert_pickle
-from ckptkit.formats.pt.format import Pt
+from ckptkit.formats.pt import Pt
 from ckptkit.models import companions, known_types
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
 from ckptkit.plugins.deepspeed.model_states import read_model_states

@@ -38,9 +38,9 @@ MODULES = (  # what a server imports so that its children need not
         "ckptkit.io.stores.s3_destination",
         "ckptkit.io.stores.s3",
         "ckptkit.formats.dcp.format",
-        "ckptkit.formats.hf.format",
+        "ckptkit.formats.hf",
     ),
-    *("ckptkit.formats.pt.format", "s3fs", "aiobotocore.session", "tests.faults.peers", "torch._dynamo"),
+    *("ckptkit.formats.pt", "s3fs", "aiobotocore.session", "tests.faults.peers", "torch._dynamo"),
 )
 PART = 1 << 20  # bytes of a part, so that a small checkpoint has some: the smallest that `pieces` makes
 _THEIR_PART = 5 << 20  # the smallest of s3fs

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checks.open import HubModel
-from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import convert
+from ckptkit.conversion.convert import consolidate, convert
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from tests.conftest import Produce
 from tests.faults.server import Server

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ckptkit.checks.verify import verify
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import CkptError
 from tests.integrations.test_transformers import make_trainer, shard
 from tests.producers import spawn

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.layout.counting import Count, count_values
+from ckptkit.layout.counting import Count, Moments, count_values
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.moments import Moments
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.kind in ("float", "complex", "small_float")]
 INTEGERS = [dtype for dtype in DTYPES.values() if dtype.kind == "int"]

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.small_floats import SMALL_FLOATS
+from ckptkit.layout.dtypes import DTYPES, SMALL_FLOATS
 
 TORCH_CONVERTS = [name for name in SMALL_FLOATS if name != "float4_e2m1fn_x2"]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.layout.views import View
+from ckptkit.checks.open import View
 from tests.strategies import cells, shapes
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 import ckptkit
-from ckptkit.conversion.average import average
+from ckptkit.conversion.combine import average
 from ckptkit.conversion.finalize import finalize
 from ckptkit.errors import Mismatch, Usage
 from ckptkit.models.vocabulary import with_vocabulary_size

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.errors import NotACheckpoint
+from ckptkit.runs.deletion import set_pin
 from ckptkit.runs.ls import Listed, Listing, list_run
-from ckptkit.runs.pins import set_pin
 from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
 from tests import producers

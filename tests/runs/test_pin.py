@@ -13,8 +13,7 @@ from torch import nn
 from ckptkit import pin, prune, unpin
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.runs.deletion import deleting
-from ckptkit.runs.pins import FOLDER, pinned_names_in
+from ckptkit.runs.deletion import PINS, deleting, pinned_names_in
 from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
@@ -62,7 +61,7 @@ def test_what_is_no_complete_checkpoint_cannot_be_pinned(produce: Produce, run: 
     with pytest.raises(Usage, match="a part of a checkpoint") as raised:
         pin(run / "checkpoint-5" / "optimizer_0")
     assert str(run / "checkpoint-5") in str(raised.value.hint)
-    assert not (run / FOLDER).exists()
+    assert not (run / PINS).exists()
 
 
 @pytest.mark.parametrize("size", [None, 100], ids=["missing", "short"])
@@ -73,7 +72,7 @@ def test_a_checkpoint_without_its_shards_cannot_be_pinned(run: Path, size: int |
         pin(run / "ckpt-1", run / "ckpt-2")
     assert refused.value.path is not None
     assert run / "ckpt-2" in (refused.value.path, refused.value.path.parent)
-    assert not (run / FOLDER).exists()
+    assert not (run / PINS).exists()
 
 
 def test_shards_on_another_disk_are_there(run: Path) -> None:

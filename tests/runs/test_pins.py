@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import Unsafe
-from ckptkit.runs.pins import FOLDER, clear_pin, is_pinned, pinned_names_in, set_pin
+from ckptkit.runs.deletion import PINS, clear_pin, is_pinned, pinned_names_in, set_pin
 
 
 def test_a_pin_is_an_empty_file_in_the_run(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_a_pin_is_an_empty_file_in_the_run(tmp_path: Path) -> None:
     clear_pin(tmp_path / "run" / "ckpt-1")
     for _ in range(2):
         set_pin(tmp_path / "run" / "ckpt-1")
-        assert [(path.name, path.stat().st_size) for path in (tmp_path / "run" / FOLDER).iterdir()] == [("ckpt-1", 0)]
+        assert [(path.name, path.stat().st_size) for path in (tmp_path / "run" / PINS).iterdir()] == [("ckpt-1", 0)]
     assert is_pinned(tmp_path / "run" / "ckpt-1")
     assert not is_pinned(tmp_path / "run" / "ckpt-2")
     shutil.copytree(tmp_path / "run" / "ckpt-1", tmp_path / "elsewhere" / "ckpt-1")
@@ -33,7 +33,7 @@ def test_a_pin_is_an_empty_file_in_the_run(tmp_path: Path) -> None:
 def test_no_link_is_followed_to_set_one(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run" / FOLDER).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / PINS).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Unsafe, match="symbolic link"):
         set_pin(tmp_path / "run" / "ckpt-1")
     assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -19,8 +19,7 @@ from ckptkit.errors import NotACheckpoint, Occupied, Usage
 from ckptkit.io.disk import lock_path, staging_path
 from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.io.staging import Stage
-from ckptkit.runs.deletion import delete_checkpoint, deleting
-from ckptkit.runs.pins import set_pin
+from ckptkit.runs.deletion import delete_checkpoint, deleting, set_pin
 from ckptkit.runs.prune import Pruned, prune
 from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
@@ -181,7 +180,7 @@ def test_what_is_pinned_while_others_are_deleted_stays(run: Path, monkeypatch: p
         set_pin(run / "step-15")
         (run / "latest").write_text("checkpoint-10")
 
-    monkeypatch.setattr("ckptkit.runs.local_keeper.delete_checkpoint", delete_and_pin)
+    monkeypatch.setattr("ckptkit.runs.keeper.delete_checkpoint", delete_and_pin)
     done = prune(run, keep_last=1, yes=True)
     assert [(entry.step, entry.reason) for entry in done.keep] == [
         (25, "one of the last 1"),

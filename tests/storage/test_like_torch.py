@@ -29,8 +29,7 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checks.verify import verify_component
 from ckptkit.errors import Usage
 from ckptkit.storage import Reader, Writer
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.producers import counted
 from tests.training.saving.networks import Trainee, differing, whole
 

@@ -27,8 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ckptkit
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.storage import Reader, Writer
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.producers import counted
 from tests.storage.states import cause_of, damage
 from tests.storage.test_like_torch import PAIRS, READERS, WRITERS

@@ -24,8 +24,7 @@ from ckptkit.layout.box import Box
 from ckptkit.layout.plan import restrict_to_needed
 from ckptkit.models.names.weights import find_weights
 from ckptkit.storage import LayoutReader, Reader
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted

@@ -28,8 +28,7 @@ from ckptkit.io.destination import SENDERS, send_file
 from ckptkit.io.path import to_path
 from ckptkit.io.pieces import PART_BYTES, cut_into_pieces
 from ckptkit.storage import Reader, Writer, find_cause
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.producers import counted
 from tests.s3 import CLAIM, Place, forget
 from tests.storage.states import LARGE, assert_same_bits, blank, every_kind

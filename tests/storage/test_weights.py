@@ -20,8 +20,7 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Mismatch, NotACheckpoint, Unsupported
 from ckptkit.models.names.weights import find_weights
 from ckptkit.storage import LayoutReader, load_weights
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests import producers
 from tests.conftest import Produce
 from tests.process_io import bytes_read

@@ -27,8 +27,7 @@ from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Uns
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.storage.plans import plan_layout
 from ckptkit.storage.room_writer import PieceWriter
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.formats.contract import raw_bytes
 from tests.producers import counted
 from tests.storage.states import LARGE, assert_same_bits, blank, cause_of, every_kind, local, spread

@@ -11,10 +11,9 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.launch import Report, launch
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.loop import train_rank
 from ckptkit.training.metrics import StepMetrics
-from ckptkit.training.parallel.ranks import RankPlace, process_group
 from ckptkit.training.saving.save import ADAPTER, FORMATS, copy_to_cpu
 from ckptkit.training.smoke.smoke import smoke
 from ckptkit.training.start import start_training

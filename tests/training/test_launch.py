@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import CkptError, Mismatch
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace
+from ckptkit.training.launch import RankPlace, Report, launch
 
 IMPORT_WITHOUT_GPU = """
 import importlib, torch

@@ -17,19 +17,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.training.config import TrainConfig, read_settings
 from ckptkit.training.data.corpus import Corpus, open_corpus
 from ckptkit.training.data.tokenizer import Bytes
 from ckptkit.training.data.tokens import prepare_tokens
-from ckptkit.training.launch import Report, launch
+from ckptkit.training.initial import initialize_model
+from ckptkit.training.launch import RankPlace, Report, launch
 from ckptkit.training.loop import train_rank
 from ckptkit.training.metrics import METRICS, StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
-from ckptkit.training.parallel.initial import initialize_model
-from ckptkit.training.parallel.ranks import RankPlace
 from ckptkit.training.smoke.runs import read_tensors_by_torch
 from ckptkit.training.trainer import make_scheduler
 from tests.tiers import nightly_but

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.adapters.names import parse_tensor_name
-from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.merge import merge
+from ckptkit.conversion.combine import merge
+from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
 from ckptkit.training.config import TrainConfig, settings_of_resumed_run
 from ckptkit.training.launch import launch

@@ -1,17 +1,18 @@
 """Check a checkpoint for entries that contradict each other even though every file is undamaged.
 
 Reads metadata, and the parameter lists of an optimizer's groups. Each rule is a function from the facts to
-inconsistencies.
+inconsistencies: the rules for weights are here, the rules for optimizer states in `optimizers.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptkit.checkpoints.checkpoint import UNREADABLE, Checkpoint
-from ckptkit.checkpoints.examination.facts import Facts
-from ckptkit.checkpoints.examination.inconsistency import Inconsistency
+from ckptkit.checkpoints.examination.facts import Facts, Inconsistency
 from ckptkit.checkpoints.examination.optimizers import (
     find_empty_groups,
     find_missing_state_kinds,
@@ -22,17 +23,170 @@ from ckptkit.checkpoints.examination.optimizers import (
     find_wrong_state_shapes,
     group_list_inconsistencies,
 )
-from ckptkit.checkpoints.examination.weights import (
-    find_empty_weights,
-    find_layer_gaps,
-    find_misfit_biases,
-    find_misfit_heads,
-    find_misfit_routers,
-    find_odd_layers,
-)
+from ckptkit.errors import first_of
 from ckptkit.formats import is_main_file
 from ckptkit.layout import Layout
 from ckptkit.layout.renames import fold_numbers
+from ckptkit.layout.wrappers import may_be_adapted
+
+_FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
+_FEWEST_ALIKE = 3  # with fewer other layers, a layer that differs from them proves nothing
+_EXPERTS = re.compile(r"(?:(.*)\.)?experts\.(.+)")
+_ROUTER = re.compile(r"(?:gate|router)(?:\.(?:gate|layer|linear|wg|proj|classifier))?\.weight|gate_weight")
+_MATRIX = 2  # dimensions of the weight of one expert
+_HEAD = re.compile(r"(.*\.)?(?:lm_head|embed_out)\.weight")
+_EMBEDDING = re.compile(
+    r"(?:(?:model|transformer|decoder|gpt_neox|language_model|text_model|backbone)\.)*"
+    r"(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.weight"
+)  # below the module of the head: another part of the model may have an embedding of its own
+
+
+def find_empty_weights(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the weights without elements, if other weights have some.
+
+    A rank's shard that was saved in place of the full tensor has shape [0]: a placeholder of ZeRO 3, or of an FSDP1
+    rank without a shard of the parameter. An embedding of zero tokens, [0, n], may be intended.
+    """
+    specs = {name: facts.layout.tensors[name].spec for name in facts.weights}
+    names = [name for name, spec in specs.items() if not spec.numel and name.endswith((".weight", ".bias"))]
+    if len(names) == len(specs) or may_be_adapted(facts.weights.values()):
+        return
+    for name in names:
+        code = "empty_weight" if specs[name].shape == (0,) else "empty_tensor"
+        yield Inconsistency(code, name, {"found": list(specs[name].shape)})
+
+
+def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the lists of layers or experts with missing numbers.
+
+    Members of an `nn.Sequential` without parameters leave gaps, too. So only modules that contain modules count, and
+    only if most numbers are present.
+    """
+    for above, numbered in facts.numbered_modules.items():
+        missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
+        has_modules = any("." in rest for tensors in numbered.values() for rest in tensors)
+        if missing and len(numbered) >= max(_FEWEST, 2 * len(missing)) and has_modules:
+            numbers = {"expected": max(numbered) + 1, "missing": first_of([*map(str, missing)], 4)}
+            yield Inconsistency("layer_gap", above, numbers)
+
+
+def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield layers that are the only one in their list without a tensor, or with it in another shape or kind of dtype.
+
+    Some layers differ on purpose, and are left out: the first and the last one, a layer with a tensor that no other
+    layer has, and a layer with several other shapes, such as full attention among windows.
+    """
+    for above, numbered in facts.numbered_modules.items():
+        if len(numbered) <= _FEWEST_ALIKE:
+            continue
+        for layer, odd in odd_tensors_by_layer(facts, numbered).items():
+            others = len(numbered) - 1
+            lacking = tuple(f"{above}.{layer}.{rest}" for rest in odd if rest not in numbered[layer])
+            lacking = tuple(name for name in lacking if name not in facts.lost_entries)
+            modules = {rest.removesuffix(".bias").removesuffix(".weight") for rest in odd}
+            if lacking and len(lacking) == len(odd):
+                yield Inconsistency("layer_lacks", lacking[0], {"others": others}, lacking)
+            elif not lacking and len(modules) == 1:
+                for rest in odd:
+                    other = next(tensors for number, tensors in numbered.items() if number != layer)[rest]
+                    specs = [facts.layout.tensors[name].spec for name in (other, numbered[layer][rest])]
+                    if not specs[1].numel:
+                        continue  # `find_empty_weights` yields it
+                    expected, found = (f"{list(spec.shape)} {spec.dtype}" for spec in specs)
+                    data = {"others": others, "expected": expected, "found": found}
+                    yield Inconsistency("layer_differs", numbered[layer][rest], data)
+
+
+def odd_tensors_by_layer(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapping[int, Sequence[str]]:
+    """Return, by layer, the tensors that exactly this layer lacks or has in another shape or kind of dtype."""
+    layers_by_rest: dict[str, dict[int, object]] = defaultdict(dict)
+    for layer, tensors in numbered.items():
+        for rest, name in tensors.items():
+            if ".experts." not in f".{rest}":  # the experts of a layer are a list of their own
+                spec = facts.layout.tensors[name].spec
+                layers_by_rest[rest][layer] = (spec.shape, spec.dtype.kind)
+    odd: dict[int, list[str]] = defaultdict(list)
+    others: set[int] = {min(numbered), max(numbered)}
+    for rest, specs in layers_by_rest.items():
+        kinds = Counter(specs.get(layer) for layer in numbered)
+        (_, most), *rare = kinds.most_common()
+        if most == len(numbered) - 1:
+            layer = next(layer for layer in numbered if specs.get(layer) == rare[0][0])
+            if layer in specs and len(specs) == 1:
+                others.add(layer)  # a kind of layer of its own
+            odd[layer].append(rest)
+    return {layer: rests for layer, rests in odd.items() if layer not in others}
+
+
+def find_misfit_biases(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the biases that fit no axis of their matrix. A packed matrix proves nothing."""
+    entries = {path: name for name, path in facts.weights.items()}
+    for path, name in entries.items():
+        weight = entries.get(f"{path.removesuffix('.bias')}.weight")
+        if weight is None or not path.endswith(".bias"):
+            continue
+        bias_spec, spec = facts.layout.tensors[name].spec, facts.layout.tensors[weight].spec
+        is_matrix = len(spec.shape) == _MATRIX and spec.dtype.kind == "float" and len(bias_spec.shape) == 1
+        if is_matrix and bias_spec.shape[0] not in spec.shape:
+            yield Inconsistency("bias", name, {"expected": spec.shape[0], "found": bias_spec.shape[0]})
+
+
+def find_misfit_heads(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the heads that have another number of rows than the only embedding of tokens of the same model."""
+    for head, path in facts.weights.items():
+        match = _HEAD.fullmatch(path)
+        above = match[1] or "" if match else None
+        if above is None:
+            continue
+        embeddings = [
+            name
+            for name, other in facts.weights.items()
+            if other.startswith(above) and _EMBEDDING.fullmatch(other.removeprefix(above))
+        ]
+        shapes = [facts.layout.tensors[name].spec.shape for name in (head, *embeddings)]
+        if len(embeddings) != 1 or any(len(shape) != _MATRIX for shape in shapes):
+            continue
+        (found, width), (expected, its_width) = shapes
+        if width == its_width and found != expected:
+            yield Inconsistency("head", head, {"expected": expected, "found": found, "embedding": embeddings[0]})
+
+
+def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
+    """Yield the routers and fused experts whose row count differs from the number of experts of their layer."""
+    layers: dict[str, dict[str, int]] = defaultdict(dict)
+    numbered: dict[str, set[int]] = defaultdict(set)
+    for name, path in facts.weights.items():
+        match = _EXPERTS.fullmatch(path)
+        shape = facts.layout.tensors[name].spec.shape
+        if match is None:
+            continue
+        above, rest = match[1] or "", match[2]
+        if rest.partition(".")[0].isdecimal():
+            numbered[above].add(int(rest.partition(".")[0]))
+        elif len(shape) > _MATRIX:
+            layers[above][name] = shape[0]
+    for experts in layers.values():
+        first, count = next(iter(experts.items()))
+        for name, other in experts.items():
+            if other != count:
+                yield Inconsistency("experts", name, {"expected": count, "other": first, "found": other})
+    counts = {above: next(iter(experts.values())) for above, experts in layers.items()}
+    counts |= {above: 1 + max(numbers) for above, numbers in numbered.items()}
+    for name, path in facts.weights.items() if counts else ():
+        above, shape = find_layer_of_router(path, counts), facts.layout.tensors[name].spec.shape
+        if above is not None and len(shape) == _MATRIX and counts[above] not in shape:
+            yield Inconsistency("router", name, {"expected": counts[above], "found": shape[0]})
+
+
+def find_layer_of_router(path: str, layers: dict[str, int]) -> str | None:
+    """Return the layer whose experts a router tensor selects; None if the tensor is not a router."""
+    steps = path.split(".")
+    for at in range(max(0, len(steps) - 3), len(steps)):
+        above, rest = ".".join(steps[:at]), ".".join(steps[at:])
+        if above in layers and _ROUTER.fullmatch(rest):
+            return above
+    return None
+
 
 Rule = Callable[[Facts], Iterator[Inconsistency]]
 

@@ -13,14 +13,12 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
-from ckptkit.checkpoints.examination.facts import Facts, without_wrappers
-from ckptkit.checkpoints.examination.inconsistency import Inconsistency
+from ckptkit.checkpoints.examination.facts import Facts, Inconsistency, without_wrappers
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
-from ckptkit.models.names.elementwise import ELEMENTWISE, SECOND_MOMENTS
-from ckptkit.models.names.parameters import GROUP_MAP
+from ckptkit.models.names.parameters import ELEMENTWISE, GROUP_MAP, SECOND_MOMENTS
 
 # elementwise states whose names no other optimizer uses for states of another shape
 _JUDGED = ELEMENTWISE - {"momentum", "sum", "ax", "prev", "step_size", "state1", "state2"}

@@ -20,8 +20,7 @@ from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import check_indices
 from ckptkit.layout.wrappers import is_record_of, read_recorded_names
-from ckptkit.models.names.elementwise import ELEMENTWISE, SECOND_MOMENTS
-from ckptkit.models.names.parameters import is_list_of_names, is_list_of_parameters
+from ckptkit.models.names.parameters import ELEMENTWISE, SECOND_MOMENTS, is_list_of_names, is_list_of_parameters
 
 NAMES, IDS = "names", "ids"
 _STATE, _GROUPS = "state", "param_groups"

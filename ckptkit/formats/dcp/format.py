@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
+from math import prod
+from operator import add
 from pathlib import Path
 
 from ckptkit.errors import (
@@ -23,9 +25,8 @@ from ckptkit.errors import (
     raise_problem,
     truncated_error,
 )
-from ckptkit.formats.archives.locate import head_and_tail_ranges
+from ckptkit.formats.archives.locate import head_and_tail_ranges, locate_in_archives
 from ckptkit.formats.archives.zip_entries import CONTENT_LIMIT, read_directory, read_entry_content, with_cached_ends
-from ckptkit.formats.dcp.model_space import with_unflattened_states
 from ckptkit.formats.dcp.read_metadata import (
     METADATA,
     Reading,
@@ -40,6 +41,7 @@ from ckptkit.formats.protocols import FormatWriter
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.io.ranges import iterate_with_prefetch
 from ckptkit.layout import (
+    Chunk,
     DTypeKey,
     Extent,
     FileOffset,
@@ -48,10 +50,14 @@ from ckptkit.layout import (
     NumberKey,
     Patch,
     Spec,
+    StoredTensor,
     TuplePlace,
     WriterOptions,
     check_chunks_tile,
 )
+from ckptkit.layout.axes import chunks_of_flat_range
+from ckptkit.layout.box import Box, Shape
+from ckptkit.layout.edits import select_entries
 from ckptkit.layout.gc_pause import collector_paused
 
 GROUPS = "param_groups"  # the key beside `state` in an optimizer's state dict
@@ -172,8 +178,12 @@ class Dcp(FormatWriter):
 
     def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return a file for each of `options.world_size` ranks, with its items and room for data; and the metadata."""
-        from ckptkit.formats.dcp.shards import KnownBytes, items_by_file, size_of_file  # reading needs none of it
-        from ckptkit.formats.dcp.write_metadata import pickled_metadata
+        from ckptkit.formats.dcp.write import (  # reading needs none of it
+            KnownBytes,
+            items_by_file,
+            pickled_metadata,
+            size_of_file,
+        )
 
         files = items_by_file(wanted, options.world_size)
         metadata = pickled_metadata(wanted, files)
@@ -185,14 +195,13 @@ class Dcp(FormatWriter):
 
     def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
         """Yield the metadata again, now with the non-tensor entries, which are stored in files of their own."""
-        from ckptkit.formats.dcp.shards import items_by_file
-        from ckptkit.formats.dcp.write_metadata import dump_metadata
+        from ckptkit.formats.dcp.write import dump_metadata, items_by_file
 
         tensors = items_by_file(replace(wanted, blobs={}), options.world_size)
         yield METADATA, (0, dump_metadata(wanted, tensors, wanted.blobs))
 
     def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
-        from ckptkit.formats.dcp.shards import template_of_spec
+        from ckptkit.formats.dcp.write import template_of_spec
 
         for tensor in written.tensors.values():
             for chunk in tensor.chunks:
@@ -259,3 +268,56 @@ def large_entry_extents(files: ReadAhead, item: Extent) -> Iterator[Extent]:
             yield Extent(item.path, item.offset + entry.offset, entry.length, entry.crc32 or None, item.name)
         else:
             read_entry_content(read, entries, name)
+
+
+def with_unflattened_states(layout: Layout, report: Report) -> Layout:
+    """Return the layout with the optimizer states that are grids of flattened blocks in the shape of their parameters.
+
+    Source: megatron/core/dist_checkpointing/strategies/torch.py of core 0.12, for `fully_sharded_model_space` of its
+    distributed optimizer. For a parameter of shape [X, Y] that tensor-parallel ranks store as blocks of [x, y],
+    `exp_avg` has shape [X/x, Y/y, x y]: the position of a block in the grid of blocks, then the elements of the block
+    in row-major order. Each data-parallel rank has a contiguous range of the last axis.
+
+    Locates their chunks, which costs two small reads each. Reports a chunk that cannot be located and leaves its tensor
+    unchanged, as well as all other tensors, and states whose parameter is missing.
+    """
+    shapes = {name: shape for name in layout.tensors if (shape := find_shape_of_parameter(layout, name)) is not None}
+    if not shapes:
+        return layout
+    located = locate_in_archives(select_entries(replace(layout, blobs={}), shapes.__contains__), report)
+    unfolded = {
+        name: StoredTensor(Spec(tensor.spec.dtype, shapes[name]), tuple(unfold_chunks(located, name, shapes[name])))
+        for name, tensor in located.tensors.items()
+        if all(chunk.wrapper is None for chunk in tensor.chunks)
+    }
+    return replace(layout, tensors={**layout.tensors, **unfolded})
+
+
+def find_shape_of_parameter(layout: Layout, name: str) -> Shape | None:
+    """Return the shape of a state's parameter if the state is a grid of the parameter's blocks; else None."""
+    key = layout.key(name)
+    parameter = layout.tensors.get(str(key[-1])) if len(key) > 2 and key[-3] == "state" else None
+    if parameter is None:
+        return None
+    shape, folded = parameter.spec.shape, layout.tensors[name].spec.shape
+    if len(folded) != len(shape) + 1 or 0 in shape or 0 in folded:
+        return None
+    is_grid = all(n % parts == 0 for n, parts in zip(shape, folded, strict=False))
+    return shape if is_grid and prod(folded) == prod(shape) else None
+
+
+def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
+    """Yield the chunks of a state as boxes of its parameter. Raises `Corrupt` for a chunk that spans several blocks."""
+    tensor = layout.tensors[name]
+    block = tuple(n // parts for n, parts in zip(shape, tensor.spec.shape, strict=False))
+    for chunk in tensor.chunks:
+        *grid, start = chunk.start
+        *ones, length = chunk.size
+        if set(ones) - {1} or chunk.strides is not None:
+            what = f"a chunk at {list(chunk.start)} of size {list(chunk.size)}"
+            message = f"{what} is not one contiguous run of a parameter"
+            raise Corrupt(message, path=layout.root / chunk.path, tensor=name)
+        corner = [i * n for i, n in zip(grid, block, strict=True)]
+        row = chunk._replace(box=Box((start,), (length,)))
+        for piece in chunks_of_flat_range(row, 0, block, start, start + length):
+            yield piece._replace(box=Box(tuple(map(add, corner, piece.start)), piece.size))

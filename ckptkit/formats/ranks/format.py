@@ -16,7 +16,6 @@ from ckptkit.formats.archives.state_files import archive_extents_of, check_files
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.rank_names import read_each_file
-from ckptkit.formats.ranks.example import example_of_checkpoint
 from ckptkit.formats.ranks.names import (
     BARE,
     CONFIG,
@@ -30,7 +29,7 @@ from ckptkit.formats.ranks.names import (
     has_model_files,
 )
 from ckptkit.formats.ranks.optimizer import join_optimizer
-from ckptkit.formats.ranks.write_files import lay_out_rank_files, patch_rank_files
+from ckptkit.formats.ranks.write_files import example_of_checkpoint, lay_out_rank_files, patch_rank_files
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
 from ckptkit.io.file import names_in, read_small

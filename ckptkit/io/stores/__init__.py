@@ -42,7 +42,7 @@ class KnownStore(NamedTuple):
 _S3 = KnownStore(
     "ckptkit.io.stores.s3:S3Store",
     destination="ckptkit.io.stores.s3_destination:S3Destination",
-    small_files="ckptkit.plugins.s3_runs.small_files:S3SmallFiles",
+    small_files="ckptkit.plugins.s3_runs.objects:S3SmallFiles",
     keeper="ckptkit.plugins.s3_runs.keeper:S3Keeper",
     uploads="ckptkit.plugins.s3_runs.uploads",
 )
@@ -73,7 +73,7 @@ STORES = PluginTable(
         "s3a": KnownStore(_S3.store),
     },
 )
-LOCAL = KnownStore("", keeper="ckptkit.runs.local_keeper:LocalKeeper")  # a disk: its files need no store
+LOCAL = KnownStore("", keeper="ckptkit.runs.keeper:LocalKeeper")  # a disk: its files need no store
 OTHERS = KnownStore("ckptkit.io.stores.generic:FileSystem")  # any other scheme that fsspec knows
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before each retry of a request without a response
 

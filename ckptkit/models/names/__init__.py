@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import Usage
 from ckptkit.layout.box import Shape
-from ckptkit.models.names.outline import outline_of
+from ckptkit.layout.renames import outline_of
 
 if TYPE_CHECKING:
     from ckptkit.models.names.family import Family
@@ -43,7 +43,7 @@ FAMILIES = PluginTable(
             "ckptkit.plugins.megatron.names:MEGATRON",
             r"(decoder|encoder)\.layers(\.#)?\..*\.?linear_(qkv|proj|fc1|fc2)\..*|decoder\.layers\.#\.mixer\.A_log",
         ),
-        "meta": KnownFamily("ckptkit.plugins.meta.names:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
+        "meta": KnownFamily("ckptkit.plugins.meta:META", r"layers\.#\.attention\.w[qkvo]\.weight"),
         "torchtune": KnownFamily(
             "ckptkit.plugins.torchtune:TORCHTUNE", r"layers\.#\.(attn\.q_proj\.weight|sa_norm\.scale)"
         ),

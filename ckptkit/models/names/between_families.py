@@ -9,10 +9,10 @@ from itertools import chain
 from ckptkit.errors import Mismatch, and_more
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
+from ckptkit.layout.renames import outline_of
 from ckptkit.models.expected import Form, closest_form_or_error
 from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.outline import outline_of
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.translate import Translated, Turn

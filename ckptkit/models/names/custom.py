@@ -20,8 +20,8 @@ from typing import Any
 
 from ckptkit.errors import Usage, choose_from, translate_os_errors
 from ckptkit.io.file import is_existing_path, read_small
+from ckptkit.layout.renames import numbers_in
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.outline import numbers_in
 from ckptkit.models.names.rule import Rule, alternative_patterns
 from ckptkit.models.names.sizes import SYMBOLS, Sizes
 from ckptkit.models.names.steps import (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.models.names.outline import outline_of
+from ckptkit.layout.renames import outline_of
 from ckptkit.models.names.rule import Rule
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.translate import Translated, translate_by_rules

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from ckptkit.models.names.outline import Numbers
+from ckptkit.layout.renames import Numbers
 from ckptkit.models.names.steps import Same, TensorStep
 
 _CAPTURE = re.compile(r"\{([a-z]+)\}")

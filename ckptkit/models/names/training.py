@@ -20,9 +20,9 @@ from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import full_box
 from ckptkit.layout.edits import require_nestable_key_paths
 from ckptkit.layout.wrappers import model_name_of
-from ckptkit.models.names.elementwise import ELEMENTWISE
 from ckptkit.models.names.parameters import (
     BY_PARAMETER,
+    ELEMENTWISE,
     GROUP_MAP,
     EntryPlace,
     find_entry_place,

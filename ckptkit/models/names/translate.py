@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import StoredTensor, axes
-from ckptkit.models.names.outline import Numbers, numbers_in, outline_of
+from ckptkit.layout.renames import Numbers, numbers_in, outline_of
 from ckptkit.models.names.rule import Pattern, Rule, alternative_patterns
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import FlatFront, Tensors

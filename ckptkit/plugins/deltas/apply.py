@@ -89,7 +89,7 @@ def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> 
 
     Raises `Mismatch` if `base` is not the base of the first delta.
     """
-    from ckptkit.plugins.deltas.identity import checksum_by_tensor
+    from ckptkit.plugins.deltas.chain import checksum_by_tensor
     from ckptkit.plugins.deltas.verify_delta import check_delta
 
     chain.check_specs(base.layout)

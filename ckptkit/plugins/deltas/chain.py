@@ -1,10 +1,12 @@
 """Join deltas that follow each other, and apply their changes to blocks of a tensor.
 
-The result of each delta is the base of the next delta.
+The result of each delta is the base of the next delta. A model has an identity by its content: the same tensors give
+the same identity in any format and sharding.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,15 +16,16 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptkit.engine.blocks import BLOCK_BYTES
+from ckptkit.engine.compare import row_major_checksums
 from ckptkit.engine.read import read_box
 from ckptkit.errors import Corrupt, Mismatch
+from ckptkit.formats import locate_all_chunks
 from ckptkit.io.crc32 import crc32
-from ckptkit.layout import Layout, Spec
+from ckptkit.layout import Layout, Spec, StoredTensor, edits
 from ckptkit.layout.box import Box, Shape, cut_box, full_box, span_of
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand
 from ckptkit.plugins.deltas.changes import Array, Changes, load_changes, merge_changes
-from ckptkit.plugins.deltas.identity import identity_of_model
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta
 from ckptkit.plugins.deltas.record import RECORD, short_id
 
@@ -171,3 +174,39 @@ class DeltaChain:
                 hint = f"`ckptkit apply --dtype {spec.dtype}` casts the base first" if is_castable else None
                 message = f"expected {spec} as in the delta, found {tensor.spec}"
                 raise Mismatch(message, path=base.root, tensor=name, hint=hint)
+
+
+def identity_of_model(specs: Mapping[str, Spec], sums: Mapping[str, int]) -> str:
+    """Return the SHA-256 over one line `name dtype shape crc32` per tensor, with the lines sorted.
+
+    `sums` has the CRC-32 of the elements of each tensor, in row-major order.
+    """
+    lines = []
+    for name, spec in specs.items():
+        shape = ",".join(map(str, spec.shape))
+        lines.append(f"{name} {spec.dtype.name} [{shape}] {sums[name]:08x}\n".encode("utf-8", "surrogatepass"))
+    return hashlib.sha256(b"".join(sorted(lines))).hexdigest()
+
+
+def find_recorded_checksum(tensor: StoredTensor) -> int | None:
+    """Return the recorded CRC-32 of all elements of a tensor, row-major in its dtype; None if not recorded."""
+    if not tensor.spec.numel:
+        return 0
+    if len(tensor.chunks) != 1 or tensor.splits is not None:
+        return None
+    (chunk,) = tensor.chunks
+    is_plain = chunk.strides is None and chunk.run is None and chunk.where is None
+    is_all = chunk.box == full_box(tensor.spec.shape) and chunk.dtype == tensor.spec.dtype
+    return chunk.crc32 if is_plain and is_all else None
+
+
+def checksum_by_tensor(layout: Layout, *, jobs: int | None = None) -> dict[str, int]:
+    """Return the CRC-32 of each tensor of a located layout. Reads only tensors without a recorded checksum."""
+    known = {name: find_recorded_checksum(tensor) for name, tensor in layout.tensors.items()}
+    unknown = {name for name, crc in known.items() if crc is None}
+    computed = (
+        row_major_checksums(locate_all_chunks(edits.select_entries(layout, unknown.__contains__)), jobs=jobs)
+        if unknown
+        else {}
+    )
+    return {name: computed[name] if crc is None else crc for name, crc in known.items()}

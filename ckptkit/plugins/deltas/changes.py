@@ -19,11 +19,11 @@ from ckptkit.engine.read import read_box
 from ckptkit.engine.visit import Pieces, Worker, visit_blocks
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import Checksums, crc32
-from ckptkit.io.progress import Told
+from ckptkit.io.progress import BytesDone
 from ckptkit.layout import Layout
 from ckptkit.layout.box import full_box
+from ckptkit.layout.dtypes import SMALL_FLOATS
 from ckptkit.layout.plan import Plan, targets_for
-from ckptkit.layout.small_floats import SMALL_FLOATS
 from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, Delta
 from ckptkit.words import count
 
@@ -113,7 +113,7 @@ def differing_elements(old: memoryview, new: memoryview, itemsize: int) -> Chang
 
 
 def pass_changes_to(
-    before: Layout, after: Layout, sink: Take, *, jobs: int | None = None, progress: Told | None = None
+    before: Layout, after: Layout, sink: Take, *, jobs: int | None = None, progress: BytesDone | None = None
 ) -> tuple[dict[str, int], dict[str, int], int]:
     """Compare two located layouts with the same tensors, dtypes and shapes, and pass each change to `sink`.
 

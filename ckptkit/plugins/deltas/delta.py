@@ -20,7 +20,7 @@ from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.file import file_size, names_in
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
-from ckptkit.io.progress import Progress, Told, make_progress_reporter
+from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.io.staging import Stage
 from ckptkit.models.computation import describe_differences
 from ckptkit.plugins.deltas.as_consolidated import ConsolidatedView, open_both_as_consolidated
@@ -125,7 +125,7 @@ class ComparedPair:
 
     sides: tuple[ConsolidatedView, ConsolidatedView]
     jobs: int | None
-    told: Told | None
+    told: BytesDone | None
 
     def write_to_directory(self, output: Path, staging: Path, *, force: bool, sync: bool) -> WrittenDelta:
         """Write the delta to `output` by way of directory `staging`. The result is atomic."""

@@ -21,7 +21,7 @@ from ckptkit.io.file import file_size, missing_path_error
 from ckptkit.io.path import to_path
 from ckptkit.layout import edits
 from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
-from ckptkit.plugins.deltas.chain import DeltaChain
+from ckptkit.plugins.deltas.chain import DeltaChain, checksum_by_tensor
 from ckptkit.plugins.deltas.changes import (
     as_unsigned_elements,
     count_nan,
@@ -29,7 +29,6 @@ from ckptkit.plugins.deltas.changes import (
     nan_warnings,
     read_delta_tensor,
 )
-from ckptkit.plugins.deltas.identity import checksum_by_tensor
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD
 

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.integrations.loaded_weights import LOADED, LoadedWeights
-from ckptkit.plugins.deltas.identity import identity_of_model
+from ckptkit.plugins.deltas.chain import identity_of_model
 from ckptkit.plugins.deltas.vllm_patches import all_changes_of, load_and_check_chain
 
 if TYPE_CHECKING:

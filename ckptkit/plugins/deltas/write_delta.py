@@ -25,8 +25,8 @@ from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, NewFile, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import make_plan
+from ckptkit.plugins.deltas.chain import identity_of_model
 from ckptkit.plugins.deltas.changes import Changes, count_nan
-from ckptkit.plugins.deltas.identity import identity_of_model
 from ckptkit.plugins.deltas.open_delta import INDICES, VALUES, WHOLE, index_dtype, is_full_tensor_smaller
 from ckptkit.plugins.deltas.record import RECORD, DeltaRecord, DeltaTensor
 

@@ -15,8 +15,7 @@ from ckptkit.io.file import read_small
 from ckptkit.io.path import hint_for_hub_id, is_model_id, remarks_on_hub_id
 from ckptkit.io.stores.hub import translate_download_errors
 from ckptkit.layout.dtypes import DTYPES, parse_dtype
-from ckptkit.plugins.estimate.architecture import Architecture, read_architecture
-from ckptkit.plugins.estimate.memory import STRATEGIES, Budget, Setup, make_budget
+from ckptkit.plugins.estimate.memory import STRATEGIES, Architecture, Budget, Setup, make_budget, read_architecture
 from ckptkit.summary import Summarized
 from ckptkit.training.models.config import SIZES, ModelConfig
 from ckptkit.words import format_bytes, format_count, parse_bytes

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from ckptkit.errors import Mismatch
 from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.pickles.write_pickle import dump
+from ckptkit.layout.renames import numbers_in, outline_of
 from ckptkit.models.names.family import Family
-from ckptkit.models.names.outline import numbers_in, outline_of
 from ckptkit.models.names.rule import Rule, weight_and_bias_rules
 from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, expert_names_of_type
 from ckptkit.models.names.steps import Concatenated, Cropped, Grouped

@@ -18,7 +18,7 @@ from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, 
 from ckptkit.formats.archives.flatten import FlatState, Flattening, find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.inert_pickle import Record
-from ckptkit.formats.shards.join_ranks import as_lost_tensors
+from ckptkit.formats.shards.join import as_lost_tensors
 from ckptkit.io.file import is_existing_path, names_in
 from ckptkit.layout import Spec, StoredTensor
 

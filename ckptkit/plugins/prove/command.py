@@ -18,7 +18,7 @@ from ckptkit.cli.output import (
     reserve_stdout,
     to_plain,
 )
-from ckptkit.cli.sources import Also, join_also_directories
+from ckptkit.cli.settings import Also, join_also_directories
 from ckptkit.errors import and_more
 from ckptkit.io.path import to_path
 from ckptkit.words import command_line, count, format_bytes

@@ -20,9 +20,8 @@ from ckptkit.engine.recipes import FLOAT32, Array, round_to_bytes
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.casting import widener
-from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.layout.dtypes import DTYPES, SMALL_FLOATS, DType
 from ckptkit.layout.plan import Operand
-from ckptkit.layout.small_floats import SMALL_FLOATS
 
 _PART = 1 << 18  # elements at a time, as in `casting`
 _E8M0, _TINY = DTYPES["float8_e8m0fnu"], np.finfo(np.float32).tiny

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.io.file import opening, read_at, read_small
-from ckptkit.io.progress import Told
+from ckptkit.io.progress import BytesDone
 from ckptkit.runs.ls import Listed
 from ckptkit.words import format_brief
 
@@ -169,7 +169,7 @@ def to_float(value: object) -> float | None:
         return math.inf
 
 
-def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | None = None) -> History:
+def read_history(root: Path, checkpoints: Iterable[Listed], progress: BytesDone | None = None) -> History:
     """Read the run's metrics.jsonl, or else the Trainer state, or else the metrics in the checkpoints."""
     if (root / METRICS).is_file():
         return read_metrics_jsonl(root / METRICS, progress)
@@ -190,7 +190,7 @@ def read_history(root: Path, checkpoints: Iterable[Listed], progress: Told | Non
     return history
 
 
-def read_metrics_jsonl(path: Path, progress: Told | None = None) -> History:
+def read_metrics_jsonl(path: Path, progress: BytesDone | None = None) -> History:
     """Read a file of JSON lines, up to the last complete line. A line that is too long counts as skipped."""
     history, rest = History(path.name), b""
     with opening(path) as file:

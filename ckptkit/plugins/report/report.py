@@ -11,8 +11,8 @@ from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Source, path_of_source
 from ckptkit.checks.inspect import Inspected, inspect
+from ckptkit.checks.stats import count_values_by_tensor
 from ckptkit.cli.pictures.shards import map_shards
-from ckptkit.engine.survey import count_values_by_tensor
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.file import file_size, opening, read_at, read_small

@@ -24,7 +24,7 @@ from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.resume_proof.compare import with_tensors_only
 from ckptkit.plugins.resume_proof.containers import Container, copy_with
-from ckptkit.plugins.resume_proof.groups import (
+from ckptkit.plugins.resume_proof.states import (
     DATA,
     EMA,
     MOMENTS,
@@ -35,8 +35,11 @@ from ckptkit.plugins.resume_proof.groups import (
     SCHEDULER,
     STEP,
     WEIGHTS,
+    CheckpointContents,
+    SavedTensor,
+    SavedValue,
+    read_checkpoint_contents,
 )  # fmt: skip
-from ckptkit.plugins.resume_proof.states import CheckpointContents, SavedTensor, SavedValue, read_checkpoint_contents
 
 Array = np.ndarray[Any, Any]
 Change = Callable[[str, Any], Any]  # (name, array or scalar) -> another

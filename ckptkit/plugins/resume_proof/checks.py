@@ -6,10 +6,8 @@ import shutil
 from collections.abc import Callable
 from math import isfinite
 
-from ckptkit.plugins.resume_proof.find import files_of_checkpoint
-from ckptkit.plugins.resume_proof.groups import IMPERATIVES, OTHER, SCHEDULER, STEP
-from ckptkit.plugins.resume_proof.runs import Runs
-from ckptkit.plugins.resume_proof.states import list_damage
+from ckptkit.plugins.resume_proof.runs import Runs, files_of_checkpoint
+from ckptkit.plugins.resume_proof.states import IMPERATIVES, OTHER, SCHEDULER, STEP, list_damage
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count, format_bytes
 

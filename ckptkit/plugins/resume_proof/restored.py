@@ -13,8 +13,8 @@ from ckptkit.errors import and_more
 from ckptkit.plugins.resume_proof.change import CHANGES, freeze_optimizer, frozen_option
 from ckptkit.plugins.resume_proof.checks import first_losses, has_other_steps, is_same_loss
 from ckptkit.plugins.resume_proof.compare import group_differences, measure_tensors
-from ckptkit.plugins.resume_proof.find import checkpoints_by_step
-from ckptkit.plugins.resume_proof.groups import (
+from ckptkit.plugins.resume_proof.runs import Cause, Runs, checkpoints_by_step
+from ckptkit.plugins.resume_proof.states import (
     DATA,
     EMA,
     IMPERATIVES,
@@ -27,9 +27,9 @@ from ckptkit.plugins.resume_proof.groups import (
     SCHEDULER,
     STEP,
     WEIGHTS,
+    CheckpointContents,
+    read_outputs,
 )  # fmt: skip
-from ckptkit.plugins.resume_proof.runs import Cause, Runs
-from ckptkit.plugins.resume_proof.states import CheckpointContents, read_outputs
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
 

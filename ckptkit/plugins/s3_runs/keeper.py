@@ -38,10 +38,8 @@ from ckptkit.io.stores.s3 import S3Bucket
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, error_code_of
 from ckptkit.models.companions import CONFIG
 from ckptkit.plugins.s3_runs.objects import delete_objects, find_claim_at, in_batches, read_store_or_local_clock
-from ckptkit.runs import pins, watches
-from ckptkit.runs.keeper import WatchLease, require_complete_checkpoint
-from ckptkit.runs.local_keeper import reasons_to_keep
-from ckptkit.runs.pins import is_pinned
+from ckptkit.runs.deletion import PINS, WATCHES, is_pinned, locked_watch, require_unmoved_run
+from ckptkit.runs.keeper import WatchLease, reasons_to_keep, require_complete_checkpoint
 from ckptkit.words import command_line
 
 _PATIENCE = 10.0  # seconds to wait for a concurrent deletion to end
@@ -160,7 +158,7 @@ class S3Keeper:
         folder = local_directory_of_run(self.root)
         with translate_os_errors(folder):
             make_directories(folder, sync=False)
-        with watches.locked_watch(folder, key) as lock:
+        with locked_watch(folder, key) as lock:
             post = S3Post(self, folder, key, lock, longest)
             post.unprotect()
             try:
@@ -233,7 +231,7 @@ class S3Keeper:
 
     def _watches_on(self, checkpoint: Path) -> Iterator[str]:
         """Yield the watches that protect a checkpoint. The object of a watch expires at its `until` time."""
-        folder = self.root / watches.FOLDER
+        folder = self.root / WATCHES
         if not folder.is_dir():
             return
         for path in list_children(folder):
@@ -252,7 +250,7 @@ class S3Keeper:
         return f"{remote_key_of(checkpoint)}/{CLAIM}"
 
     def _pin_key(self, checkpoint: Path) -> str:
-        return f"{remote_key_of(self.root / pins.FOLDER)}/{checkpoint.name}"
+        return f"{remote_key_of(self.root / PINS)}/{checkpoint.name}"
 
 
 @dataclass(slots=True)
@@ -268,7 +266,7 @@ class S3Post:
 
     @property
     def folder(self) -> Path:
-        return self.home / watches.FOLDER
+        return self.home / WATCHES
 
     def protect(self, checkpoint: Path) -> None:
         """Write the object, then wait for a deletion that started before it."""
@@ -287,7 +285,7 @@ class S3Post:
         return int(read_store_or_local_clock(self.keeper.bucket) * 1e9)
 
     def require_unmoved_run(self) -> None:
-        watches.require_unmoved_run(self.lock, self.home, self.key)
+        require_unmoved_run(self.lock, self.home, self.key)
 
     def _try_call(self, operation: str, **arguments: bytes) -> bool:
         """Write or delete the object, and return whether the credentials allow it. Warns once if they do not."""
@@ -295,7 +293,7 @@ class S3Post:
             return False
         name = f"{self.key}-{socket.gethostname()}{_HOLD}"
         try:
-            key = f"{remote_key_of(self.keeper.root / watches.FOLDER)}/{name}"
+            key = f"{remote_key_of(self.keeper.root / WATCHES)}/{name}"
             self.keeper.bucket.call_operation(operation, key, **arguments)
         except IOFailure as error:
             if error_code_of(error) not in DENIED:

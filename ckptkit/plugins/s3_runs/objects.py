@@ -13,10 +13,11 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from itertools import islice
 
-from ckptkit.errors import IOFailure
+from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.claims import StoreClaim
+from ckptkit.io.path import RemotePath, drop_cached_listing
 from ckptkit.io.stores.s3 import MultipartUpload, S3Bucket
-from ckptkit.io.stores.s3_errors import ABSENT, Tolerating, error_code_of, to_s3_error
+from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, Tolerating, error_code_of, to_s3_error
 
 _BATCH = 1000  # S3's maximum of objects per deletion request
 _BUSY = ("InternalError", "ServiceUnavailable", "SlowDown")  # of single keys; the library only retries requests
@@ -24,6 +25,7 @@ _THREADS = 16  # for stores that need one request per object
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before each retry of busy keys
 # codes of stores without batch deletion
 _NO_BATCHES = ("405", "501", "MethodNotAllowed", "MissingContentMD5", "NotImplemented")
+_ABSENT = ("404", "NoSuchKey")
 
 
 class StoreRefused(Exception):
@@ -100,3 +102,36 @@ def read_store_or_local_clock(bucket: S3Bucket) -> float:
     answer = bucket.call_operation("list_objects_v2", MaxKeys=1)
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return parsedate_to_datetime(date).timestamp() if date else time.time()
+
+
+class S3SmallFiles:
+    """Implements `SmallFiles` for the bucket of `root`."""
+
+    def __init__(self, root: RemotePath) -> None:
+        self._bucket = S3Bucket(root.store_root)
+
+    def find_content_tag(self, path: RemotePath) -> str:
+        with Tolerating(_ABSENT):
+            return str(self._bucket.call_operation("head_object", path.key)["ETag"])
+        return ""
+
+    def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
+        condition = {} if replaces is None else {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
+        try:
+            response = self._bucket.call_operation("put_object", path.key, Body=content, **condition)
+        except IOFailure as error:
+            if error_code_of(error) not in (*TAKEN, *_ABSENT):
+                raise
+            tag = self.find_content_tag(path)
+            # same content: our own object, if the response was lost and the library retried
+            if not tag or self._bucket.read_object(path.key) != content:
+                hint = "stop the other process, then run the same command again"
+                raise Occupied("another process has written or deleted this object", path=path, hint=hint) from error
+            return tag
+        finally:
+            drop_cached_listing(path)
+        return str(response["ETag"])
+
+    def delete(self, path: RemotePath) -> None:
+        self._bucket.call_operation("delete_object", path.key)
+        drop_cached_listing(path)

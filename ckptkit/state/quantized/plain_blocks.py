@@ -16,9 +16,8 @@ from ckptkit.engine.recipes import FLOAT32, Array, round_to_bytes
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape, cut_box, full_box
 from ckptkit.layout.casting import cast_into
-from ckptkit.layout.dtypes import DType
+from ckptkit.layout.dtypes import SMALL_FLOATS, DType
 from ckptkit.layout.plan import Operand, Region
-from ckptkit.layout.small_floats import SMALL_FLOATS
 
 _EXPONENTS = SMALL_FLOATS["float8_e8m0fnu"].value_by_bits
 FOUR_BITS = SMALL_FLOATS["float4_e2m1fn_x2"].value_by_bits

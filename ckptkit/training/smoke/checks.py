@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ckptkit.adapters.names import parse_tensor_name
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import convert
-from ckptkit.conversion.merge import merge
+from ckptkit.conversion.combine import merge
+from ckptkit.conversion.convert import consolidate, convert
 from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama

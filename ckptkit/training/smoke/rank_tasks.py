@@ -14,11 +14,10 @@ from torch import Tensor
 
 from ckptkit.storage.terms import local_shards
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.launch import Report
+from ckptkit.training.launch import RankPlace, Report, process_group
 from ckptkit.training.loop import DeferredSignal, take_steps
 from ckptkit.training.metrics import Log, StepMetrics
-from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.shard import param_dtype
 from ckptkit.training.start import start_training
 from ckptkit.training.trainer import Trainer
 

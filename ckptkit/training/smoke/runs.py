@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.conversion.reshard import reshard
+from ckptkit.conversion.convert import reshard
 from ckptkit.training.config import Device, TrainConfig
 from ckptkit.training.launch import launch
 from ckptkit.training.metrics import StepMetrics

@@ -21,14 +21,12 @@ from ckptkit.training.config import TrainConfig, read_settings
 from ckptkit.training.data.corpus import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import prepare_tokens
-from ckptkit.training.launch import Report, launch
+from ckptkit.training.initial import initialize_model
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.loop import DeferredSignal, take_steps
 from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
-from ckptkit.training.parallel.initial import initialize_model
-from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.shard import compile_blocks, count_matmul_elements
+from ckptkit.training.shard import compile_blocks, count_matmul_elements, param_dtype
 from ckptkit.training.start import start_training
 from ckptkit.training.trainer import make_scheduler
 from scripts.benchmarks.training.watch import Watch

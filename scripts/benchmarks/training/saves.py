@@ -13,8 +13,7 @@ from statistics import median
 
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import TrainConfig, read_settings
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.saving.run import Run
 from ckptkit.training.start import make_run, start_training
 from ckptkit.training.trainer import Trainer

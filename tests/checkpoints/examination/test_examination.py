@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.examination import examine_checkpoint, examine_layout
-from ckptkit.checkpoints.examination.inconsistency import Certainty
+from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout
 from tests.checkpoints.examination.inconsistent import CHANGES, OF_WEIGHTS, WRITERS, save_dcp, save_pt, tree_with

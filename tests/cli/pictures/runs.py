@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ckptkit.conversion.reshard import reshard
+from ckptkit.conversion.convert import reshard
 from ckptkit.runs.pin import pin
 from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS

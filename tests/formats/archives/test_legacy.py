@@ -19,7 +19,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats.archives.state_files import read_legacy
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.formats.pt.format import Pt
+from ckptkit.formats.pt import Pt
 from tests.formats.contract import ReaderContract, assert_holds
 from tests.producers import counted, flatten
 

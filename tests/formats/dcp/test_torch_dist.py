@@ -19,7 +19,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.find_components import CHANGES, DESCRIPTION, EXPORTED
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.checks.verify import verify
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from ckptkit.diagnosis.doctor import doctor
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate_all_chunks

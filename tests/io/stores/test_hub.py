@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from ckptkit.formats import locate_all_chunks
 from tests import command, producers
 from tests.conftest import Produce

@@ -19,9 +19,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.checks.inspect import inspect
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.checks.verify import verify
-from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import convert
-from ckptkit.conversion.reshard import reshard
+from ckptkit.conversion.convert import consolidate, convert, reshard
 from ckptkit.errors import CkptError, Corrupt, IOFailure, NotACheckpoint, Usage
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.path import to_path

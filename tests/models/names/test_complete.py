@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import Mismatch
+from ckptkit.layout.renames import numbers_in, outline_of
 from ckptkit.models.names.naming import check_complete
-from ckptkit.models.names.outline import numbers_in, outline_of
 from ckptkit.models.names.sizes import Sizes
 
 CONFIG = {"num_hidden_layers": 3, "num_experts": 2}

@@ -7,7 +7,7 @@ import pytest
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor
-from ckptkit.models.names.outline import numbers_in, outline_of
+from ckptkit.layout.renames import numbers_in, outline_of
 from ckptkit.models.names.rule import Rule, alternative_patterns, weight_and_bias_rules
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import Concatenated, SwappedAxes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from ckptkit.plugins.deltas.delta import delta
 from tests.diagnosis.situations import llama
 from tests.integrations.produced_models import SHARDS

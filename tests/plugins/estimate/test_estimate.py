@@ -24,22 +24,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ckptkit import estimate, open_layout
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsupported, Usage
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.estimate.architecture import read_architecture
 from ckptkit.plugins.estimate.estimate import Estimated
 from ckptkit.plugins.estimate.memory import (
     Budget,
     Setup,
     make_budget,
     norm_activation_bytes,
+    read_architecture,
     saved_activation_bytes,
     shard_numel,
 )
-from ckptkit.training.launch import Report, launch
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
-from ckptkit.training.parallel.fsdp2 import set_prefetch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.shard import set_recomputation
+from ckptkit.training.shard import set_prefetch, set_recomputation
 from tests.models.test_fit import FAMILIES, SIZES
 
 LLAMA_8B = {

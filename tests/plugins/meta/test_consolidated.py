@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.checks.verify import verify
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import CkptError
 from tests.conftest import Produce, Produced
 from tests.formats.contract import raw_bytes

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import convert
+from ckptkit.conversion.convert import consolidate, convert
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.plugins.prove.prove import prove
 from tests.producers import save_alone

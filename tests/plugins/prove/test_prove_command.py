@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from tests.command import ckptkit
 from tests.plugins.prove.test_prove import train
 

@@ -19,9 +19,8 @@ from ckptkit.checks.moved import Moved
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.quantize.quantize import ALONE, ASKED, HEADS, RAGGED, choose_weights, module_names_of
+from ckptkit.plugins.quantize.quantize import ALONE, ASKED, HEADS, RAGGED, SCHEMES, choose_weights, module_names_of
 from ckptkit.plugins.quantize.quantized_blocks import next_powers
-from ckptkit.plugins.quantize.schemes import SCHEMES
 from tests.formats.contract import assert_same
 from tests.state.quantized.quantized_models import E4M3, deepseek
 

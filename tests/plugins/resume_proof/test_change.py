@@ -20,7 +20,7 @@ from torch import nn
 import ckptkit
 from ckptkit.plugins.resume_proof.change import CHANGES, change_group, changed_value, freeze_optimizer
 from ckptkit.plugins.resume_proof.compare import group_differences
-from ckptkit.plugins.resume_proof.groups import (
+from ckptkit.plugins.resume_proof.states import (
     DATA,
     MOMENTS,
     OPTIONS,
@@ -28,9 +28,10 @@ from ckptkit.plugins.resume_proof.groups import (
     SCALER,
     SCHEDULER,
     SETTINGS,
+    list_damage,
+    read_checkpoint_contents,
     state_group_of,
 )
-from ckptkit.plugins.resume_proof.states import list_damage, read_checkpoint_contents
 
 Write = Callable[[dict[str, Any], Path], None]
 

@@ -12,7 +12,7 @@ import pytest
 import ckptkit
 from ckptkit.plugins.resume_proof.checks import check_runs_and_saves, hint_on_missing_checkpoint
 from ckptkit.plugins.resume_proof.options import ScriptOptions
-from ckptkit.plugins.resume_proof.others import check_survives_kill, is_about_rank_state, kill_checks
+from ckptkit.plugins.resume_proof.prove import check_survives_kill, is_about_rank_state, kill_checks
 from ckptkit.plugins.resume_proof.runs import Runs
 from ckptkit.training.smoke.run_check import CheckFailed
 from tests.plugins.resume_proof.faults import NUMPY

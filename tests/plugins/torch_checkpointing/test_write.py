@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.diff import diff
 from ckptkit.checks.verify import verify
-from ckptkit.conversion.convert import convert
-from ckptkit.conversion.reshard import reshard
+from ckptkit.conversion.convert import convert, reshard
 from ckptkit.errors import Unsupported
 from tests.conftest import Produce
 from tests.producers import spawn

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from ckptkit.plugins.vllm import register
 from tests.conftest import Produce
 from tests.diagnosis.situations import llama

@@ -18,7 +18,7 @@ from ckptkit.errors import IOFailure
 from ckptkit.io.disk import DurabilityWarning
 from ckptkit.io.path import to_path
 from ckptkit.plugins.watch.watch import Event, find_file_identity, watch
-from ckptkit.runs.watches import FOLDER
+from ckptkit.runs.deletion import WATCHES
 from tests.s3 import CLAIM, S3, Place, forget, make_place
 
 pytestmark = pytest.mark.slow
@@ -62,8 +62,8 @@ def test_each_is_handled_once_and_the_notes_stay_here(place: Place, tmp_path: Pa
     assert len(watch(url_of(place), exec=append(log), every=SOON, once=True).handled) == 1
     assert len(log.read_text().split()) == 3
     run = ckptkit.ls(url_of(place)).root
-    assert [path.suffix for path in (local_directory_of_run(run) / FOLDER).iterdir()] == [".json"]
-    assert not any(FOLDER in key for key in place.files.find(f"{place.name}/run", refresh=True))
+    assert [path.suffix for path in (local_directory_of_run(run) / WATCHES).iterdir()] == [".json"]
+    assert not any(WATCHES in key for key in place.files.find(f"{place.name}/run", refresh=True))
 
 
 def test_what_is_not_complete_is_waited_for(place: Place, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ assert held == [os.path.basename(os.environ["CKPTKIT_CKPT"])] or os.environ["CKP
 
 def test_the_hold_of_a_killed_watch_ends_by_itself(place: Place, tmp_path: Path) -> None:
     save(place, tmp_path, 1, 2)
-    base = f"{place.name}/run/{FOLDER}"
+    base = f"{place.name}/run/{WATCHES}"
     place.files.pipe_file(f"{base}/a-there.hold", b'{"checkpoint": "ckpt-1", "host": "there", "until": 9e9}')
     place.files.pipe_file(f"{base}/a.json", b'{"commands": []}')  # the journal of a local run that was copied here
     assert ckptkit.prune(url_of(place), keep_last=1, yes=True).delete == ()

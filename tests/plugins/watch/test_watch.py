@@ -20,8 +20,8 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.plugins.watch.commands import describe_exit
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.watch import Event, watch
+from ckptkit.runs.deletion import WATCHES, LocalLease, is_being_handled
 from ckptkit.runs.prune import prune
-from ckptkit.runs.watches import FOLDER, LocalLease, is_being_handled
 from tests.producers import save_alone
 
 pytestmark = pytest.mark.slow
@@ -426,7 +426,7 @@ def test_it_goes_on_beside_a_training_until_a_signal(tmp_path: Path) -> None:
 
 def test_a_journal_that_is_none_is_refused(run: Path) -> None:
     watch(run, exec=[["true"]], every=SOON, once=True)
-    (journal,) = (run / FOLDER).glob("*.json")
+    (journal,) = (run / WATCHES).glob("*.json")
     said = json.loads(journal.read_text())
     assert said["commands"] == [["true"]]
     assert said["checkpoints"]["ckpt-9"]["state"] == "done"

@@ -20,8 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
 from ckptkit.errors import CkptError, Corrupt
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.checks.test_verify import flip, one
 from tests.producers import counted
 from tests.test_matrix import load_dcp, load_hf, load_pt

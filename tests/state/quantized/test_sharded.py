@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit import consolidate, convert, finalize
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.state.quantized.few_bits import Stored, deepseek_v4, integers, mlx, modelopt
 from tests.state.quantized.quantized_models import written
 from tests.state.quantized.test_dequantize import assert_same, model, sizes  # noqa: F401

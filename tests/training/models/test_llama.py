@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ckptkit.training.initial import initialize_model
 from ckptkit.training.models.config import ModelConfig, RopeScaling
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
-from ckptkit.training.parallel.initial import initialize_model
 from tests.training.models.test_config import LINEAR, LLAMA3
 
 TINY = ModelConfig()

@@ -10,12 +10,12 @@ from torch import nn
 
 from ckptkit.adapters.names import parse_tensor_name
 from ckptkit.errors import CkptError, Unsupported, Usage
+from ckptkit.training.initial import initialize_model
 from ckptkit.training.metrics import flops_per_token
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.parallel.initial import initialize_model
-from ckptkit.training.parallel.shard import count_matmul_elements
+from ckptkit.training.shard import count_matmul_elements
 
 TOKENS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 from ckptkit.errors import IOFailure, NotACheckpoint, Unsupported, Usage
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.launch import Report, launch
+from ckptkit.training.initial import initialize_model
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, download_if_hub_id
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
-from ckptkit.training.parallel.initial import initialize_model
-from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.shard import build_sharded_model
+from ckptkit.training.shard import build_sharded_model
 from tests.tiers import nightly_but
 from tests.training.data.hugging_face import save_tokenizer
 from tests.training.models.test_llama import draw_tokens, pack

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.saving.run import Run
 from ckptkit.training.saving.save import ADAPTER, FORMATS, copy_to_cpu
 from tests.training.saving.networks import Trainee, differing, whole

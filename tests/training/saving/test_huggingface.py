@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from ckptkit.conversion.consolidate import consolidate
+from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.training.saving.run import Run
 from tests.training.saving.networks import differing

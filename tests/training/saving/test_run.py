@@ -16,12 +16,9 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.optim import SGD
 
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.conversion.consolidate import consolidate
-from ckptkit.conversion.convert import convert
-from ckptkit.runs.deletion import delete_checkpoint, deleting
-from ckptkit.runs.pins import set_pin
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.conversion.convert import consolidate, convert
+from ckptkit.runs.deletion import delete_checkpoint, deleting, set_pin
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.saving.run import Run
 from tests.training.saving.networks import Trainee, differing
 
@@ -200,7 +197,7 @@ def test_what_is_pinned_while_others_are_deleted_stays(tmp_path: Path, monkeypat
     everything = Run(tmp_path)
     for step in (1, 2, 3, 4):
         everything.save(step, nn.Linear(2, 2))
-    monkeypatch.setattr("ckptkit.runs.local_keeper.delete_checkpoint", delete_and_pin)
+    monkeypatch.setattr("ckptkit.runs.keeper.delete_checkpoint", delete_and_pin)
     Run(tmp_path, keep_last=1).save(5, nn.Linear(2, 2))
     assert [found.step for found in everything.checkpoints()] == [2, 3, 5]  # 4 went first
 

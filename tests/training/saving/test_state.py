@@ -21,8 +21,7 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.formats import locate_all_chunks
-from ckptkit.training.launch import Report, launch
-from ckptkit.training.parallel.ranks import RankPlace, process_group
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.saving.run import Run
 from tests.producers import needs_errors_of_ranks
 from tests.training.saving.networks import Network, Trainee, differing

@@ -16,15 +16,13 @@ from torch.nn import functional as F
 
 from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.launch import Report, launch
+from ckptkit.training.initial import initialize_model
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.parallel.initial import initialize_model
-from ckptkit.training.parallel.precision import param_dtype
-from ckptkit.training.parallel.ranks import RankPlace, process_group
-from ckptkit.training.parallel.shard import ShardedModel, build_sharded_model
+from ckptkit.training.shard import ShardedModel, build_sharded_model, param_dtype
 
 # so that nothing divides evenly by two, three or four
 SHAPE = ModelConfig(hidden_size=40, intermediate_size=67, head_dim=10, num_hidden_layers=3)

@@ -2,6 +2,10 @@
 
 Source: meta-llama/llama-models, models/llama3/generation.py. Each file contains a plain dict with the same names; the
 rank is in the file name. Names stay Meta's.
+
+Also translates the names, which Mistral uses too, to the Hub's. Source: models/llama3/model.py there;
+mistralai/mistral-inference, transformer.py; and for the order of rows
+transformers/models/{llama,mistral,mixtral}/convert_*_weights_to_hf.py.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from ckptkit.formats.archives.state_files import archive_extents_of, check_files
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.rank_names import read_each_file
-from ckptkit.formats.shards.join_ranks import (
+from ckptkit.formats.shards.join import (
     BY_COLUMNS,
     BY_ROWS,
     COPIED,
@@ -31,6 +35,10 @@ from ckptkit.formats.shards.join_ranks import (
 )
 from ckptkit.io.file import is_existing_path, names_in, read_small
 from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
+from ckptkit.models.names.family import Family
+from ckptkit.models.names.rule import Rule
+from ckptkit.models.names.sizes import LAYER, Sizes, expert_names_of_type
+from ckptkit.models.names.steps import Rotary
 
 # How the tensors of Meta's Llama models are split over ranks: by name, or by params.json if the name is not enough.
 #
@@ -38,7 +46,7 @@ from ckptkit.layout import Chunk, Extent, Layout, StoredTensor
 # layers: a ColumnParallelLinear splits the rows of its weight, a RowParallelLinear the columns. The embedding of
 # Llama 1 and 2 is split by columns, the embedding of Llama 3 by rows; the shape shows which. With fewer key heads than
 # ranks, some ranks have replicas.
-PARAMS = "params.json"
+_PARAMS = "params.json"
 _LIMIT = 1 << 20  # bytes
 _EMBEDDING = "tok_embeddings.weight"
 _NORM = "norm.weight"
@@ -53,6 +61,34 @@ _RULES: JoinRules = (
     (r"(layers\.[0-9]+\.)?(attention_|ffn_)?norm\.weight", COPIED),
     (r"rope\.freqs", COPIED),
 )
+_TYPES = ("llama", "mistral", "mixtral")
+_OWN = "layers.{layer}."
+_SIZES = {
+    "dim": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "n_layers": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "sliding_window": "sliding_window",
+}
+_OF_MIXTURE = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
+_WITHOUT_LAYER = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYER = {
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +104,7 @@ class Params:
 
 def find_model_sizes(root: Path) -> Params | None:
     """Return the model sizes in params.json; None without the file."""
-    path = root / PARAMS
+    path = root / _PARAMS
     if not is_existing_path(path):
         return None
     params = parse_json(read_small(path, _LIMIT), path)
@@ -100,8 +136,8 @@ def count_sharing_ranks(tensors: Mapping[str, StoredTensor], params: Params | No
 
 def join_split_tensor(name: str, shards: Sequence[StoredTensor], params: Params | None) -> StoredTensor:
     if params is None:
-        hint = f"put the model's {PARAMS} beside the files"
-        raise Unsupported(f"without a {PARAMS} it is not certain how {len(shards)} ranks share it", hint=hint)
+        hint = f"put the model's {_PARAMS} beside the files"
+        raise Unsupported(f"without a {_PARAMS} it is not certain how {len(shards)} ranks share it", hint=hint)
     shape = shards[0].spec.shape
     if name == _EMBEDDING and len(shape) == 2:
         return join_by_rule(shards, BY_ROWS if shape[1] == params.dim else BY_COLUMNS)
@@ -136,7 +172,7 @@ def check_shape(name: str, tensor: StoredTensor, params: Params | None) -> None:
     if len(found) != len(expected) or any(n not in (m, None) for m, n in zip(found, expected, strict=True)):
         shape = ", ".join("any" if n is None else str(n) for n in expected)
         hint = "check that all ranks' files are there and belong to one model"
-        raise Corrupt(f"expected shape [{shape}] ({PARAMS}), found {found} in the ranks' files", hint=hint)
+        raise Corrupt(f"expected shape [{shape}] ({_PARAMS}), found {found} in the ranks' files", hint=hint)
 
 
 _RANK = re.compile(r"consolidated\.([0-9]{2})\.pth")
@@ -189,7 +225,7 @@ class Consolidated(FormatReader):
                 tensors[name] = join_split_tensor(name, parts, params) if len(parts) > 1 else parts[0]
                 check_shape(name, tensors[name], params)
             spares |= {name: copies} if (copies := replica_chunks_of(tensors[name], parts)) else {}
-        described = (*saved, PARAMS) if params else tuple(saved)
+        described = (*saved, _PARAMS) if params else tuple(saved)
         world = len(files) if params or count or len(files) > 1 else None
         return Layout(root, self.name, tensors, first.blobs, first.keys, world, described, spares=spares)
 
@@ -237,3 +273,47 @@ def rank_file_name(rank: int) -> str:
 def missing_consolidated_error(path: Path) -> Incomplete:
     hint = "download the missing files again: every rank has a part of every tensor"
     return Incomplete("the file is missing", path=path, hint=hint)
+
+
+def rules(sizes: Sizes) -> tuple[Rule, ...]:
+    model = sizes.require_type(META.name, _TYPES)
+    experts = expert_names_of_type("mixtral")
+    mixture = {
+        "feed_forward.gate": experts.router,
+        "feed_forward.experts.{expert}.w1": experts.gate,
+        "feed_forward.experts.{expert}.w3": experts.up,
+        "feed_forward.experts.{expert}.w2": experts.down,
+    }
+    in_layer = _IN_LAYER | (mixture if model == "mixtral" else {})
+    return (
+        *(Rule.of(f"{own}.weight", f"{hub}.weight") for own, hub in _WITHOUT_LAYER.items()),
+        *(Rule.of(f"{_OWN}{own}.weight", f"{LAYER}{hub}.weight") for own, hub in in_layer.items()),
+        Rule.of(f"{_OWN}attention.wq.weight", f"{LAYER}self_attn.q_proj.weight", Rotary("heads")),
+        Rule.of(f"{_OWN}attention.wk.weight", f"{LAYER}self_attn.k_proj.weight", Rotary("key_heads")),
+    )
+
+
+def config_from_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of params.json, in keys of config.json where it has them.
+
+    Source of `use_scaled_rope`: `apply_scaling` in llama-models, models/llama3/model.py, which uses the factors of
+    Llama 3.1.
+    """
+    config = {_SIZES.get(own, own): value for own, value in params.items() if own not in ("moe", "use_scaled_rope")}
+    moe = params.get("moe")
+    if isinstance(moe, Mapping):
+        config |= {hub: moe[own] for own, hub in _OF_MIXTURE.items() if own in moe}
+    if type(params.get("use_scaled_rope")) is bool:
+        config["rope_parameters"] = {"rope_type": "llama3" if params["use_scaled_rope"] else "default"}
+    return {"model_type": "mixtral" if "moe" in params else "llama", **config}
+
+
+META = Family(
+    name="meta",
+    types=_TYPES,
+    drops=(r"rope\.freqs",),
+    rules=rules,
+    trainer="Meta, or in its format",
+    sizes_file=_PARAMS,
+    config_of=config_from_params,
+)

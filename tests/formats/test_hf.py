@@ -19,7 +19,7 @@ from torch import Tensor
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.conversion.convert import convert
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
-from ckptkit.formats.hf.format import HuggingFace
+from ckptkit.formats.hf import HuggingFace
 from ckptkit.formats.safetensors_headers import SPELLINGS, is_library_dtype
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.layout.box import full_box

@@ -23,7 +23,7 @@ from ckptkit import consolidate
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats import detect_format
-from ckptkit.formats.pt.format import Pt
+from ckptkit.formats.pt import Pt
 from tests import producers
 from tests.conftest import Produce
 from tests.formats.contract import Hostile, WriterContract, assert_holds, assert_same
@@ -307,8 +307,8 @@ REFUSED = {
     "sparse": (lambda: counted(2, 2).to_sparse(), "sparse"),
     "meta": (lambda: counted(2).to("meta"), "meta device"),
     "conjugated": (lambda: torch.complex(counted(2), counted(2)).conj(), "lazy view"),
-    "subclass": (lambda: counted(2).as_subclass(Wrapped), "a tensor subclass, `tests.formats.pt.test_pt.Wrapped`"),
-    "object": (Owner, "a tensor inside `tests.formats.pt.test_pt.Owner`"),
+    "subclass": (lambda: counted(2).as_subclass(Wrapped), "a tensor subclass, `tests.formats.test_pt.Wrapped`"),
+    "object": (Owner, "a tensor inside `tests.formats.test_pt.Owner`"),
     "odd key": (lambda: {(0, 1): counted(2)}, "a tensor inside `dict`"),
     "storage": (lambda: counted(2).untyped_storage(), "inside"),
 }

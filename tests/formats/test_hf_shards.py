@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.hf.format import HuggingFace
+from ckptkit.formats.hf import HuggingFace
 from tests import producers
 from tests.conftest import Produce
 from tests.formats.contract import assert_holds

@@ -1,1 +1,0 @@
-"""Safetensors, as Hugging Face lays them out."""

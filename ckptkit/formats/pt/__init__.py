@@ -1,1 +1,0 @@
-"""Checkpoints that are one file of torch.save."""

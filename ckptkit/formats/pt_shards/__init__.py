@@ -1,1 +1,0 @@
-"""Several files of torch.save, with an index that maps tensors to files."""

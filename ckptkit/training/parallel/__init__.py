@@ -1,1 +1,0 @@
-"""Shard a model over ranks with FSDP1 or FSDP2."""
