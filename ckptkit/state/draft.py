@@ -15,7 +15,7 @@ from typing import Any, Self
 from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.manifest import source_record_of
-from ckptkit.errors import Unsupported, and_more, translate_os_errors
+from ckptkit.errors import Caution, Unsupported, and_more, translate_os_errors
 from ckptkit.formats import FormatWriter, decompress_entries, locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.io.file import file_size
@@ -87,6 +87,8 @@ class Draft:
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
         located, more_remarks = locate_sources(unpacked, options)
         remarks += more_remarks
+        if options.world_size is not None:
+            remarks += warn_of_empty_ranks(unpacked[0], options.world_size)
         if given.texts and not options.writer.is_model_only:
             texts = join_few_names(sorted(given.texts))
             remarks += (f"not in the output: `__metadata__` of the safetensors ({texts})",)
@@ -97,6 +99,19 @@ class Draft:
     def wanted(self) -> Layout:
         """Return the layout with the names and dtypes of the result: the layout of the first source."""
         return self.sources[0]
+
+
+def warn_of_empty_ranks(wanted: Layout, ranks: int) -> tuple[str, ...]:
+    """Return a warning if most ranks get no shard of any tensor."""
+    tensors = [tensor for tensor in wanted.tensors.values() if tensor.spec.shape]
+    rows = max((tensor.spec.shape[0] for tensor in tensors), default=0)
+    used = -(-rows // -(-rows // ranks)) if rows else 0
+    counts = [len(tensor.chunks) for tensor in tensors]
+    if max(counts, default=0) > 1:  # else tensors of one chunk are split by rows, too
+        used = max(used, counts.count(1))
+    if 2 * used >= ranks:
+        return ()
+    return (Caution(f"{ranks - used:,} of {ranks:,} ranks get no shard: no tensor has more than {rows:,} rows"),)
 
 
 def locate_sources(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
