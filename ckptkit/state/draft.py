@@ -15,6 +15,7 @@ from typing import Any, Self
 from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.manifest import source_record_of
+from ckptkit.checkpoints.optimizers.masters import unnamed_masters_in
 from ckptkit.errors import Caution, Unsupported, and_more, translate_os_errors
 from ckptkit.formats import FormatWriter, decompress_entries, locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE
@@ -33,6 +34,7 @@ from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
 from ckptkit.version import __version__
+from ckptkit.words import count
 
 DAMAGED = "damaged"
 _MANY_CHUNKS = 20_000  # zip wrappers; a dry run checks all of them up to this number
@@ -112,6 +114,15 @@ def warn_of_empty_ranks(wanted: Layout, ranks: int) -> tuple[str, ...]:
     if 2 * used >= ranks:
         return ()
     return (Caution(f"{ranks - used:,} of {ranks:,} ranks get no shard: no tensor has more than {rows:,} rows"),)
+
+
+def warn_of_unnamed_masters(layout: Layout, options: ConvertOptions) -> tuple[str, ...]:
+    """Return a warning if only weights are written, and the optimizer does not name the parameters of its masters."""
+    masters = unnamed_masters_in(layout) if options.writer.is_model_only and options.weights_from is None else []
+    if not masters:
+        return ()
+    which = f"{count(len(masters), 'fp32 master weight')} without parameter names, such as `{masters[0]}`"
+    return (Caution(f"the optimizer has {which}: the output has the 16-bit weights"),)
 
 
 def locate_sources(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
@@ -350,6 +361,6 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         entries=[Entries.of(model.part.layout, written, dropped, weights.prefix, draft.sources)],
         wrapper=weights.dotted_prefix if is_alone else "",
         world_size=world_size if options.writer.is_sharded else None,
-        notes=model.remarks,
+        notes=(*model.remarks, *warn_of_unnamed_masters(model.part.layout, options)),
         is_fitted=isinstance(model.expected, Form),
     )

@@ -251,3 +251,19 @@ def test_a_lost_optimizer_of_experts_leaves_the_weights(kind: str, copy: Callabl
     done = ckptkit.consolidate(root, tmp_path / "out", salvage=True, names="keep")
     assert done.salvaged is not None
     assert [one.path for one in done.salvaged.lost] == [root / OF_EXPERTS.format(1)]
+    assert any("fp32 master weights without parameter names" in line for line in done.warnings) is (kind != "zero0")
+
+
+@pytest.mark.parametrize("kind", ["mixed", "mixed-few"])
+def test_masters_that_no_name_is_known_of_are_told(kind: str, produce: Produce, tmp_path: Path) -> None:
+    """Layers that are split among different numbers of ranks: no file says which among how many."""
+    root = produce(experts.mixed_experts).root / kind
+    layout = open_layout(root)
+    assert {layout.key(name)[0] for name in layout.tensors} == {
+        "model",
+        *(f"optimizer_expp_rank_{i}" for i in range(4)),
+    }
+    done = ckptkit.consolidate(root, tmp_path / "out", names="keep")
+    (told,) = [line for line in done.warnings if "master" in line]
+    assert "without parameter names, such as `optimizer_expp_rank_0.fp32_groups." in told
+    assert told.endswith("the output has the 16-bit weights")
