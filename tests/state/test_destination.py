@@ -134,8 +134,9 @@ def test_a_model_that_another_option_names_is_not_replaced(
         (lambda old, new, out: ckptkit.delta(old, new, out, force=True), "out/delta-00001-of-00001.safetensors"),
         (lambda old, _new, out: convert(old, out, to="dcp"), "out/__0_0.distcp"),
         (lambda old, _new, _out: convert(old, "out.pt", to="pt"), "out.pt"),
+        (lambda *_: ckptkit.Run("out").save(1, torch.nn.Linear(2, 2)), "out/ckpt-1/__0_0.distcp"),
     ],
-    ids=["notes", "cp", "delta", "dcp", "pt"],
+    ids=["notes", "cp", "delta", "dcp", "pt", "Run"],
 )
 def test_a_full_disk_is_said_of_the_destination(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, place: str
@@ -156,4 +157,4 @@ def test_a_full_disk_is_said_of_the_destination(
     with pytest.raises(NoRoom) as full:
         write("old", "new", "out")
     assert full.value.path == Path(place)
-    assert sorted(os.listdir()) == ["new", "old"]
+    assert [file for file in Path().rglob("*") if file.is_file()] == list(Path().glob("*/model.safetensors"))
