@@ -263,8 +263,7 @@ class Merging:
         if len(names) == 1:
             sides = list(self.tensors[names[0]].spec.shape[1:])
             message = f"the experts `{names[0]}` have equal sides {sides}: no shape tells which side lora_A belongs to"
-        hint = "merge it with PEFT: `model.merge_and_unload()`"
-        raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a, hint=hint)
+        raise Unsupported(message, path=source.adapter.layout.path, tensor=update.a, hint=MERGE_WITH_PEFT)
 
     def fitting_parameters(self, source: AdapterSource, update: WeightUpdate) -> Iterator[tuple[str, Kind]]:
         """Yield the parameters of a module whose shape fits an update, with the kind of product."""

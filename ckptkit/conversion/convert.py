@@ -23,9 +23,9 @@ from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.entry_points import import_object
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
 from ckptkit.formats import find_format_of_file_name, writable_formats
-from ckptkit.io.destination import to_destination
+from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.file import is_existing_path
-from ckptkit.io.path import is_remote, path_beside, remarks_on_hub_id
+from ckptkit.io.path import is_remote, path_beside, remarks_on_hub_id, to_path
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapted
 from ckptkit.models.companions import directories_to_search
@@ -190,8 +190,10 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
             raise partial
         require_separate_destination(checkpoint, dst, writer)
     named = filter(None, (options.base, *(rule.partition(LIKE)[2] for rule in options.dtype)))
-    for path in filter(Path.exists, map(Path, named)):  # an id of the Hub is no path
-        require_outside(path, dst)
+    for path in map(to_path, named):
+        # a model id is not a path, and a repository on the Hub keeps its earlier commits
+        if not is_on_hub(path) and path.exists():
+            require_outside(path, dst)
     require_free_or_replaceable(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:
         conversion = draft_salvage(checkpoints[0], dst, options)

@@ -18,8 +18,8 @@ from ckptkit.diagnosis.finding import (
     rewrite_fix,
     same_format_fix,
 )
-from ckptkit.diagnosis.shapes import differing_shapes, most_shapes_differ
-from ckptkit.errors import Mismatch
+from ckptkit.diagnosis.shapes import differing_shapes, layer_numbers, most_shapes_differ
+from ckptkit.errors import Mismatch, first_of
 from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for
 from ckptkit.layout.wrappers import WRAPPERS
 from ckptkit.models.expected import closest_form
@@ -48,6 +48,7 @@ def findings_on_renames(
 
 _IN_MEMORY = "transformers"  # family of transformers' in-memory names
 _MAX_GLOBS = 8
+_MAX_LAYERS = 8
 
 
 def find_wrapper_prefixes(target: LoadTarget) -> Iterator[Finding]:
@@ -89,6 +90,7 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
         return
     # if nothing is missing, another family of names cannot be the reason
     on_hub = translate_to_hub(target, model) if misfits.missing else None
+    shapes = target.shapes
     if on_hub is not None:
         if not model.asked:
             return  # the trainer that wrote these names can load them
@@ -111,13 +113,25 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
         message = f"expected the {wanted} of {model.name}, found none of them under any name; found {found}"
         yield Finding("other_model", None, message)
         return
-    for name in missing:
-        cause = "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"
-        message = f"missing: {model.name} has this tensor{cause if name == HEAD else ''}"
-        yield Finding("missing", name, message)
+    yield from find_missing_tensors(missing, [pairs.get(name, name) for name in shapes], model.name)
     if model.asked or has_loadable_weight_files(target.checkpoint):
         heads = mtp_tensor_names(extra, model.config)
         yield from find_unexpected_tensors(target, model, [name for name in extra if name not in heads])
+
+
+def find_missing_tensors(missing: Shapes, present: Sequence[str], model: str) -> Iterator[Finding]:
+    """Yield the missing tensors: those of layers without any tensor as one finding, and each of the others."""
+    layers = layer_numbers(missing) - layer_numbers(present)
+    of_layers = [name for name in missing if layer_numbers([name]) & layers]
+    if of_layers:
+        total = len(layer_numbers([*missing, *present]))
+        numbers = first_of(list(map(str, sorted(layers))), _MAX_LAYERS)
+        message = f"expected {total} layers as in {model}, found {total - len(layers)}"
+        yield Finding("layers", None, f"{message}; missing: {numbers} ({count(len(of_layers), 'tensor')})")
+    for name in missing:
+        if name not in of_layers:
+            cause = "; if the head was tied to the embedding in training, set tie_word_embeddings to true in its config"
+            yield Finding("missing", name, f"missing: {model} has this tensor{cause if name == HEAD else ''}")
 
 
 def translate_to_hub(target: LoadTarget, model: TargetModel) -> tuple[Shapes, Finding] | None:

@@ -44,7 +44,7 @@ def list_missing_states(target: LoadTarget) -> Iterator[Finding]:
     ranks = (target.world_size or target.layout.world_size) if is_sharded else None
     error_text = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
     for states in states_with_names(target.layout):
-        above = f"{'.'.join(map(str, states.above))}.state."
+        above = ".".join([*map(str, states.above), _STATE, ""])
         is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in target.inconsistencies)
         if is_unknown or states.ungrouped_parameters:
             continue  # states under unknown names are perhaps of the parameters without a state
@@ -53,7 +53,7 @@ def list_missing_states(target: LoadTarget) -> Iterator[Finding]:
                 "the optimizer has no state for this parameter because it never received a gradient; "
                 f"unless it is frozen, torch's load fails with {error_text}"
             )
-            key = ".".join([*map(str, states.above), "state", name])
+            key = f"{above}{name}"
             fix = (
                 reshard_fix(target.checkpoint, ranks, complete_optimizer=True)
                 if ranks

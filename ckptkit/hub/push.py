@@ -40,9 +40,9 @@ from ckptkit.hub.transfers import (
 )
 from ckptkit.io.file import list_children
 from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import is_remote
+from ckptkit.io.path import is_remote, to_live_path
 from ckptkit.io.progress import make_progress_reporter
-from ckptkit.io.stores.hub import make_hub_client
+from ckptkit.io.stores.hub import make_hub_client, parse_repository_path
 from ckptkit.io.stores.hub_calls import (
     HubRepository,
     create_branch,
@@ -76,11 +76,19 @@ _TEMPORARY = ("*.tmp", "*.lock", "*.part", "*.incomplete", "*~", "*.swp")
 
 
 def parse_repository_address(address: str, revision: str | None = None) -> tuple[str, str]:
-    """Return repository and revision of `org/model`, `org/model@revision` or `hf://org/model`. Raises `Usage`."""
-    repo_id, _, named = address.removeprefix("hf://").partition("@")
-    if not _ID.fullmatch(repo_id):
+    """Return repository and revision of `org/model`, `org/model@revision` or `hf://org/model`.
+
+    Raises `Usage` for any other address, also for a path in a repository.
+    """
+    typed = address.removeprefix("hf://")
+    if not _ID.fullmatch(typed.partition("@")[0]):
         hint = "write it like org/model, or org/model@revision"
         raise Usage(f"expected a repository like org/model, found `{address}`", hint=hint)
+    _, *parts = to_live_path(f"hf://{typed}").parts
+    _, repo_id, named = parse_repository_path("/".join(parts[:2]))
+    if parts[2:]:
+        hint = f"drop /{'/'.join(parts[2:])}, or pass a revision that contains a slash with --revision"
+        raise Usage(f"expected a repository, found the path {'/'.join(parts[2:])} in one: `{address}`", hint=hint)
     if named and revision not in (None, named):
         raise Usage(f"`{address}` names one revision and --revision another")
     return repo_id, named or revision or MAIN

@@ -129,7 +129,8 @@ def to_destination(destination: str | os.PathLike[str]) -> Path:
     if not capabilities_at(path).destination:
         written = [name for name, known in STORES.items() if known.destination]
         schemes = dict.fromkeys(f"{name.partition('://')[0]}://" for name in written)
-        hint = f"write to a local directory, or to {', '.join(schemes)}"
+        places = "hf://org/name or hf://buckets/org/name/folder" if is_on_hub(path) else ", ".join(schemes)
+        hint = f"write to a local directory, or to {places}"
         raise Usage(f"ckptkit does not write to `{destination}`", hint=hint)
     if path == path.store_root and not is_keeping_other_files(path):
         raise Usage(f"`{destination}` is a whole bucket", hint=f"write it like {destination}/run/ckpt-5")

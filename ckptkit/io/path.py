@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage
 from ckptkit.io.stores import (
     LOCAL,
+    STORES,
     CachedStore,
     KnownStore,
     StoreEntry,
@@ -194,10 +195,16 @@ def to_path(typed: str | os.PathLike[str]) -> Path:
 def to_live_path(typed: str | os.PathLike[str]) -> Path:
     """Return the path that a user wants to change: a local path or a URL, never a copy in a cache.
 
-    Raises `Usage` for an invalid URL.
+    Raises `Usage` for an invalid URL, also for one without its two slashes, as `Path("s3://bucket")` is.
     """
     if not (isinstance(typed, str) and _URL.match(typed)):
-        return typed if isinstance(typed, Path) else Path(typed)
+        path = typed if isinstance(typed, Path) else Path(typed)
+        scheme, colon, rest = (path.parts[0] if path.parts else "").partition(":")
+        if colon and not is_remote(path) and scheme.lower() in STORES:
+            url = f"{scheme.lower()}://{'/'.join(filter(None, (rest, *path.parts[1:])))}"
+            hint = f"pass the text {url}, not a Path" if isinstance(typed, Path) else f"write {url}"
+            raise Usage(f"`{typed}` is not a URL", hint=hint)
+        return path
     scheme, _, rest = typed.partition("://")
     scheme = scheme.lower()
     if scheme in ("file", "local"):

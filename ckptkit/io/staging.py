@@ -35,14 +35,18 @@ _PATIENCE = 60.0  # seconds that a `part` waits for the lock of a process with a
 
 
 @contextmanager
-def errors_naming_destination(path: Path) -> Iterator[None]:
-    """Make errors name the destination, as it was typed, instead of the hidden directory that is renamed to it."""
+def errors_naming_destination(path: Path, *, is_file: bool = False) -> Iterator[None]:
+    """Make errors name the destination, as it was typed, instead of the hidden directory that is renamed to it.
+
+    With `is_file`, the destination is the only file of that directory.
+    """
     try:
         yield
     except CkptError as error:
         for place in (staging_path(path.absolute()), path.absolute()):
             if error.path is not None and error.path.is_relative_to(place):
-                error.path = path / error.path.relative_to(place)
+                inside = error.path.relative_to(place)
+                error.path = path if is_file or inside.parts[:1] == (WORK,) else path / inside
         raise
 
 
@@ -73,6 +77,7 @@ class Stage:
         is_file: bool = False,
         check_other: Callable[[bytes, Path], None] | None = None,
     ) -> None:
+        self.typed = dst
         self.dst = dst.absolute()
         self.path = staging_path(self.dst)
         self.overwrite = overwrite
@@ -121,15 +126,16 @@ class Stage:
     @contextmanager
     def opened(self, may_resume: Callable[[BaseException], bool] = lambda _: False) -> Iterator[Self]:
         """Open the stage. An error in the block discards it, or keeps it for the next call if `may_resume` is True."""
-        try:
-            yield self.open()
-        except BaseException as error:
-            if may_resume(error):
-                self.unlock_for_resume()
-                error.add_note(f"the same command continues with the files in {self.path}")
-            else:
-                self.discard()
-            raise
+        with errors_naming_destination(self.typed, is_file=self.is_file):
+            try:
+                yield self.open()
+            except BaseException as error:
+                if may_resume(error):
+                    self.unlock_for_resume()
+                    error.add_note(f"the same command continues with the files in {self.path}")
+                else:
+                    self.discard()
+                raise
 
     def _acquire(self) -> int:
         while True:

@@ -14,7 +14,7 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, tr
 from ckptkit.formats.json_text import not_json_error, parse_json
 from ckptkit.io.file import list_children, names_in, read_small
 from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import as_typed, hint_for_hub_id, is_model_id, to_model_path, to_path
+from ckptkit.io.path import as_typed, hint_for_hub_id, is_model_id, is_remote, to_model_path, to_path
 from ckptkit.io.stores.hub import translate_download_errors
 from ckptkit.layout import Spec
 from ckptkit.trainers import companion_directories, find_step_of_path, is_training_entry_name, library_of_config
@@ -81,9 +81,11 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
     If there is no tokenizer beside config.json, the one in the checkpoint is used.
     """
     if base is not None:
-        companions = find_companions_in(base_directory_of(base), follow_links=True)  # the Hub's cache consists of links
+        directory = base_directory_of(base)
+        companions = find_companions_in(directory, follow_links=True)  # the Hub's cache consists of links
         if companions is None:
-            raise NotACheckpoint("expected a model's config.json in the base, found none", path=base)
+            path = directory if is_remote(directory) else base
+            raise NotACheckpoint("expected a model's config.json in the base, found none", path=path)
         return with_tokenizer(companions, checkpoint)
     own = checkpoint.absolute() if checkpoint.is_dir() else checkpoint.absolute().parent
     for directory in directories_to_search(checkpoint.absolute()):

@@ -90,9 +90,12 @@ def set_pin(checkpoint: Path) -> None:
     with translate_os_errors(folder):
         if folder.is_symlink():
             raise Unsafe("refusing to follow a symbolic link in place of the pins", path=folder, hint="remove it")
-        retry_interrupted(folder.mkdir, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        close_descriptor(retry_interrupted(os.open, folder / checkpoint.name, flags, 0o644))
+        while True:
+            retry_interrupted(folder.mkdir, exist_ok=True)
+            with suppress(FileNotFoundError):  # an unpin has just removed the empty folder
+                close_descriptor(retry_interrupted(os.open, folder / checkpoint.name, flags, 0o644))
+                break
         sync_path(folder)
         sync_path(folder.parent)
 
@@ -104,6 +107,8 @@ def clear_pin(checkpoint: Path) -> None:
         if folder.is_dir():
             retry_interrupted((folder / checkpoint.name).unlink, missing_ok=True)
             sync_path(folder)
+            with suppress(OSError):  # there are other pins
+                folder.rmdir()
 
 
 @contextmanager

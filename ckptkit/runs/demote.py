@@ -24,7 +24,7 @@ from ckptkit.errors import Mismatch
 from ckptkit.io.allocation import create_file
 from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.progress import BytesDone
-from ckptkit.io.staging import Stage
+from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.runs.retention import dump_metrics, read_metrics
@@ -84,19 +84,20 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     plan_demotion(checkpoint)
     stage = Stage(checkpoint, overwrite=True)
     try:
-        model = stage.open().path / _MODEL
-        dtypes = dtype_rules_for(Checkpoint.open(checkpoint).weights.layout)
-        advance = None if progress is None else lambda nbytes, _total: progress(nbytes)
-        consolidate(checkpoint, model, dtype=dtypes, allow_unmatched=True, jobs=jobs, progress=advance)
-        add_metrics_to_model(checkpoint, model)
-        for problem in verify_component(model, jobs=jobs, progress=progress).problems:
-            raise problem
-        wide = sum(map(is_wider_than_bfloat16, Checkpoint.open(model).weights.layout.specs.values()))
-        for file in model.iterdir():
-            os.utime(file, (saved_at, saved_at))
-            retry_interrupted(os.rename, file, stage.path / file.name)
-        retry_interrupted(model.rmdir)
-        stage.commit()
+        with errors_naming_destination(checkpoint):
+            model = stage.open().path / _MODEL
+            dtypes = dtype_rules_for(Checkpoint.open(checkpoint).weights.layout)
+            advance = None if progress is None else lambda nbytes, _total: progress(nbytes)
+            consolidate(checkpoint, model, dtype=dtypes, allow_unmatched=True, jobs=jobs, progress=advance)
+            add_metrics_to_model(checkpoint, model)
+            for problem in verify_component(model, jobs=jobs, progress=progress).problems:
+                raise problem
+            wide = sum(map(is_wider_than_bfloat16, Checkpoint.open(model).weights.layout.specs.values()))
+            for file in model.iterdir():
+                os.utime(file, (saved_at, saved_at))
+                retry_interrupted(os.rename, file, stage.path / file.name)
+            retry_interrupted(model.rmdir)
+            stage.commit()
     except BaseException as error:
         stage.discard()
         error.__notes__ = []  # drop notes on how to continue: the partial output has just been discarded

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.verify import require_no_problems, verify_component
-from ckptkit.errors import NotACheckpoint, Usage
+from ckptkit.errors import NotACheckpoint, Usage, first_of
 from ckptkit.io.file import missing_path_error
 from ckptkit.runs.deletion import is_pinned
 from ckptkit.runs.keeper import live_path_of, open_run_backend, require_complete_checkpoint
+from ckptkit.runs.ls import checkpoints_at
 from ckptkit.trainers import find_step_of_path
-from ckptkit.words import command_line
+from ckptkit.words import command_line, count
 
 
 def pin(*checkpoints: Source) -> list[Path]:
@@ -19,8 +20,8 @@ def pin(*checkpoints: Source) -> list[Path]:
 
     For a run, pins its latest checkpoint. Runs are local or on S3. For a checkpoint on several disks, pins the first
     directory. Raises `NotACheckpoint` if a checkpoint is not complete, and `Corrupt` if `verify --fast` finds a problem
-    such as a missing shard; nothing is pinned then. Raises `Usage` for a component of a checkpoint, and `Occupied`
-    while another process is deleting checkpoints of the run.
+    such as a missing shard; nothing is pinned then. Raises `Usage` for a component of a checkpoint or a directory of
+    models, and `Occupied` while another process is deleting checkpoints of the run.
     """
     chosen: dict[Path, None] = {}
     for source in checkpoints:
@@ -33,6 +34,11 @@ def pin(*checkpoints: Source) -> list[Path]:
         if find_step_of_path(resolved) is None and find_step_of_path(resolved.parent) is not None:
             hint = f"pin the whole checkpoint: {resolved.parent}"
             raise Usage("this is a part of a checkpoint", path=path, hint=hint)
+        inside = [one.path for one in checkpoints_at(checkpoint.path)]
+        if inside != [checkpoint.path]:
+            names = first_of([one.name for one in inside], 3)
+            message = f"expected a checkpoint, found a directory of {count(len(inside), 'model')}: {names}"
+            raise Usage(message, path=path, hint=f"pin one of them: {inside[0]}")
         require_complete_checkpoint(resolved)
         hint = f"pin another checkpoint, or run {command_line('verify', resolved)}"
         for directory in checkpoint.component_paths:

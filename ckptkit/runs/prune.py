@@ -35,7 +35,7 @@ from ckptkit.runs.retention import (
     require_known_metric,
 )
 from ckptkit.summary import Summarized
-from ckptkit.trainers import has_epoch_only
+from ckptkit.trainers import has_epoch_only, is_training_state
 from ckptkit.words import count, format_bytes
 
 
@@ -166,7 +166,8 @@ def plan_unkept_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBack
         return replace(entry, reason=work)
     if not demote:
         others = () if is_remote(saved.path) else unknown_entries(saved.path, set(), output_is_training=True)
-        names = sorted(str(path.relative_to(saved.path)) for path in others)
+        foreign = (path for path in others if not is_training_state(path.name))
+        names = sorted(str(path.relative_to(saved.path)) for path in foreign)
         also = f"; it also contains {first_of(names, 3)}" if names else ""
         return replace(entry, reason=f"no rule keeps it{also}", freed_bytes=entry.nbytes)
     if saved.is_weights_only or saved.read_by:  # also by checkpoints that are demoted, because these stay

@@ -57,8 +57,6 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
     """
     for path in (source.path, *(part.path for part in source.components)):
         require_outside(path, dst)
-    if is_remote(dst) and is_same_or_inside(source.path, dst):  # the claim would be among the objects that are read
-        raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
     target = dst.resolve()
     # in the source's own directory, the result would be read as a component of it
     if target.parent in real_paths(source.path) and (not source.is_at_own_path or dst.name == TRAINING):
@@ -75,9 +73,14 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
 
 
 def require_outside(source: Path, dst: Path) -> None:
-    """Raise `Unsafe` if the source is the destination, or inside it: `--overwrite` would delete what is read."""
+    """Raise `Unsafe` if the source is the destination, or inside it: `--overwrite` would delete what is read.
+
+    A store's destination may not be inside the source either, because its claim would be among the objects to read.
+    """
     if any(is_same_or_inside(dst.resolve(), place) for place in real_paths(source)):
         raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
+    if is_remote(dst) and is_same_or_inside(source, dst):
+        raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
 
 
 def real_paths(path: Path) -> list[Path]:

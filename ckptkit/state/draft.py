@@ -15,7 +15,7 @@ from typing import Any, Self
 from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.manifest import source_record_of
-from ckptkit.errors import Unsupported, and_more, translate_os_errors
+from ckptkit.errors import Caution, Unsupported, and_more, translate_os_errors
 from ckptkit.formats import FormatWriter, decompress_entries, locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.io.file import file_size
@@ -30,9 +30,11 @@ from ckptkit.models.expected import Form
 from ckptkit.models.fit import join_few_names
 from ckptkit.models.names.weights import LeftOut, count_left_out, training_state_names
 from ckptkit.state.directories import require_separate_destination
+from ckptkit.state.masters import unnamed_masters_in
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
 from ckptkit.version import __version__
+from ckptkit.words import count
 
 DAMAGED = "damaged"
 _MANY_CHUNKS = 20_000  # zip wrappers; a dry run checks all of them up to this number
@@ -87,6 +89,8 @@ class Draft:
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
         located, more_remarks = locate_sources(unpacked, options)
         remarks += more_remarks
+        if options.world_size is not None:
+            remarks += warn_of_empty_ranks(unpacked[0], options.world_size)
         if given.texts and not options.writer.is_model_only:
             texts = join_few_names(sorted(given.texts))
             remarks += (f"not in the output: `__metadata__` of the safetensors ({texts})",)
@@ -97,6 +101,28 @@ class Draft:
     def wanted(self) -> Layout:
         """Return the layout with the names and dtypes of the result: the layout of the first source."""
         return self.sources[0]
+
+
+def warn_of_empty_ranks(wanted: Layout, ranks: int) -> tuple[str, ...]:
+    """Return a warning if most ranks get no shard of any tensor."""
+    tensors = [tensor for tensor in wanted.tensors.values() if tensor.spec.shape]
+    rows = max((tensor.spec.shape[0] for tensor in tensors), default=0)
+    used = -(-rows // -(-rows // ranks)) if rows else 0
+    counts = [len(tensor.chunks) for tensor in tensors]
+    if max(counts, default=0) > 1:  # else tensors of one chunk are split by rows, too
+        used = max(used, counts.count(1))
+    if 2 * used >= ranks:
+        return ()
+    return (Caution(f"{ranks - used:,} of {ranks:,} ranks get no shard: no tensor has more than {rows:,} rows"),)
+
+
+def warn_of_unnamed_masters(layout: Layout, options: ConvertOptions) -> tuple[str, ...]:
+    """Return a warning if only weights are written, and the optimizer does not name the parameters of its masters."""
+    masters = unnamed_masters_in(layout) if options.writer.is_model_only and options.weights_from is None else []
+    if not masters:
+        return ()
+    which = f"{count(len(masters), 'fp32 master weight')} without parameter names, such as `{masters[0]}`"
+    return (Caution(f"the optimizer has {which}: the output has the 16-bit weights"),)
 
 
 def locate_sources(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
@@ -335,6 +361,6 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
         entries=[Entries.of(model.part.layout, written, dropped, weights.prefix, draft.sources)],
         wrapper=weights.dotted_prefix if is_alone else "",
         world_size=world_size if options.writer.is_sharded else None,
-        notes=model.remarks,
+        notes=(*model.remarks, *warn_of_unnamed_masters(model.part.layout, options)),
         is_fitted=isinstance(model.expected, Form),
     )

@@ -30,6 +30,7 @@ _FLOAT32 = DTYPES["float32"]
 _OPTION = f"--weights-from {MASTER}"
 REMAINDERS, COMPLETED = DTYPES["int16"], DTYPES["bfloat16"]  # the optimizer's state, and the weight that it completes
 _MASTER_STATES = ("fp32_param", "param", "master_param")
+_LISTS = "fp32_groups"  # a list of masters for each parameter group, without the names of the parameters
 
 
 def with_master_weights(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint:
@@ -163,6 +164,11 @@ def master_entries_and_weights(layout: Layout, weights: Mapping[str, Spec]) -> I
             located = find_parameter_entry(layout.key(name), own)
             if located and format_state_kind(located[0]).rpartition(".")[2] in _MASTER_STATES:
                 yield name, located[1]
+
+
+def unnamed_masters_in(layout: Layout) -> list[str]:
+    """Return the master weights of optimizers that do not name their parameters."""
+    return [name for name in layout.tensors if _LISTS in layout.key(name)]
 
 
 def remainders_in(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:

@@ -188,7 +188,7 @@ def opened_stage(conversion: Conversion, count: int, *, is_part: bool = False) -
         is_file=conversion.is_file,
         check_other=partial(require_same_options, conversion, count),
     )
-    with errors_naming_destination(conversion.output):
+    with errors_naming_destination(conversion.output, is_file=conversion.is_file):
         try:
             stage.open()
             require_free_space(conversion.output, missing_bytes(stage.path, conversion.file_sizes))

@@ -169,7 +169,8 @@ def test_experts_that_cannot_be_merged_say_what_helps(tmp_path: Path) -> None:
     even = Made(tmp_path / "even", square(), target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     with pytest.raises(Unsupported, match=r"equal sides \[24, 24\]") as refused:
         ckptkit.merge(even.base, even.saved, tmp_path / "out")
-    assert "PEFT" in str(refused.value.hint)
+    # PEFT decides by the model's class, which earlier versions of PEFT did not
+    assert "of the PEFT that trained it" in str(refused.value.hint)
     ckptkit.consolidate(even.base, tmp_path / "fp8", quantize="fp8-channel")
     with pytest.raises(Mismatch) as other:
         ckptkit.merge(tmp_path / "fp8", even.saved, tmp_path / "out")

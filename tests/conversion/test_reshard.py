@@ -295,3 +295,10 @@ def test_weights_in_safetensors_stay_as_they_are(tmp_path: Path) -> None:
     reshard(source, tmp_path / "out", to=3)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     assert len(open_layout(tmp_path / "out/training").tensors["optim.state.w.exp_avg"].chunks) == 3
+
+
+@pytest.mark.parametrize(("to", "empty"), [(4, None), (15, None), (17, "9 of 17"), (100000, "99,992 of 100,000")])
+def test_ranks_that_would_hold_nothing_are_counted(tmp_path: Path, to: int, empty: str | None) -> None:
+    save_alone({"model": {"a": torch.ones(8, 2), "b": torch.ones(3)}}, tmp_path / "ckpt-1")
+    done = reshard(tmp_path / "ckpt-1", tmp_path / "out", to=to, dry_run=True)
+    assert list(done.warnings) == ([f"{empty} ranks get no shard: no tensor has more than 8 rows"] if empty else [])

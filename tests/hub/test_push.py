@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from ckptkit import consolidate, convert, push
 from ckptkit.errors import NotACheckpoint, Usage
+from ckptkit.hub.push import parse_repository_address
 from ckptkit.io.stores.hub_errors import as_line_without_token
 from tests import producers
 from tests.conftest import Produce
@@ -350,6 +351,18 @@ def test_errors_of_the_way(hub: Hub, model: Path, environment: dict[str, str], s
 def test_what_is_no_repository(model: Path, place: str) -> None:
     with pytest.raises(Usage):
         push(model, place)
+
+
+@pytest.mark.parametrize("scheme", ["", "hf://"])
+def test_an_address_means_what_it_means_to_other_commands(scheme: str) -> None:
+    assert parse_repository_address(f"{scheme}org/tiny") == ("org/tiny", "main")
+    assert parse_repository_address(f"{scheme}org/tiny@v1") == ("org/tiny", "v1")
+    assert parse_repository_address(f"{scheme}org/tiny@refs/pr/1") == ("org/tiny", "refs/pr/1")
+    assert parse_repository_address(f"{scheme}org/tiny@a%2Fb") == ("org/tiny", "a/b")
+    with pytest.raises(Usage, match="found the path b in one") as refused:
+        parse_repository_address(f"{scheme}org/tiny@a/b")
+    assert "--revision" in (refused.value.hint or "")
+    assert parse_repository_address(f"{scheme}org/tiny", "a/b") == ("org/tiny", "a/b")
 
 
 def test_what_is_no_checkpoint(model: Path) -> None:

@@ -12,6 +12,7 @@ import fsspec
 import pytest
 
 from ckptkit.errors import CkptError, Unsafe, Unsupported, Usage, translate_os_errors
+from ckptkit.io.destination import to_destination
 from ckptkit.io.file import is_existing_path, list_children, list_directories, names_in
 from ckptkit.io.path import RemotePath, prefetch_listings, to_local_path, to_model_path, to_path
 from ckptkit.io.stores import open_store
@@ -85,6 +86,22 @@ def test_files_of_this_machine_are_local_however_they_are_called() -> None:
 def test_a_url_that_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(Usage):
         to_path(text)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "S3"])
+@pytest.mark.parametrize("rest", ["/bucket/run", "bucket/run"])
+def test_a_url_without_its_slashes_is_no_local_path(scheme: str, rest: str) -> None:
+    for read in (to_path, to_local_path, to_destination):
+        with pytest.raises(Usage, match="is not a URL") as refused:
+            read(f"{scheme}:{rest}")
+        assert refused.value.hint == f"write {scheme.lower()}://bucket/run"
+    assert to_path(f"./{scheme}x:/run") == Path(f"{scheme}x:/run")
+
+
+def test_a_url_in_a_plain_path_is_refused() -> None:
+    with pytest.raises(Usage, match="is not a URL") as refused:
+        to_path(Path("s3://bucket/run"))
+    assert refused.value.hint == "pass the text s3://bucket/run, not a Path"
 
 
 def test_an_unknown_scheme_or_a_missing_package_is_said() -> None:

@@ -64,6 +64,17 @@ def test_what_is_no_complete_checkpoint_cannot_be_pinned(produce: Produce, run: 
     assert not (run / PINS).exists()
 
 
+@pytest.mark.parametrize("models", [["a"], ["a", "b"]])
+def test_a_directory_of_models_is_not_pinned(produce: Produce, tmp_path: Path, models: list[str]) -> None:
+    for name in models:
+        shutil.copytree(produce(producers.hf_alone).root, tmp_path / "exports" / name)
+    with pytest.raises(Usage, match=rf"found a directory of {len(models)} models?: {', '.join(models)}") as refused:
+        pin(tmp_path / "exports")
+    assert refused.value.hint == f"pin one of them: {tmp_path / 'exports' / 'a'}"
+    assert not (tmp_path / PINS).exists()
+    assert pin(tmp_path / "exports" / "a") == [tmp_path / "exports" / "a"]
+
+
 @pytest.mark.parametrize("size", [None, 100], ids=["missing", "short"])
 def test_a_checkpoint_without_its_shards_cannot_be_pinned(run: Path, size: int | None) -> None:
     shard = next((run / "ckpt-2").glob("*.distcp"))

@@ -28,6 +28,15 @@ def test_a_pin_is_an_empty_file_in_the_run(tmp_path: Path) -> None:
     for _ in range(2):
         clear_pin(tmp_path / "moved" / "ckpt-1")
         assert pinned_names_in(tmp_path / "moved") == frozenset()
+        assert not (tmp_path / "moved" / PINS).exists()
+
+
+def test_the_folder_stays_for_other_pins(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f"ckpt-{step}").mkdir()
+        set_pin(tmp_path / f"ckpt-{step}")
+    clear_pin(tmp_path / "ckpt-1")
+    assert pinned_names_in(tmp_path) == {"ckpt-2"}
 
 
 def test_no_link_is_followed_to_set_one(tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit import Checkpoint, consolidate, convert, reshard, verify
 from ckptkit.checks.diff import diff
-from ckptkit.errors import CkptError, Unsafe
+from ckptkit.errors import CkptError, NoRoom, Unsafe
 from tests import producers
 from tests.conftest import Produce
 from tests.producers import counted, save_alone
@@ -121,3 +124,37 @@ def test_a_model_that_another_option_names_is_not_replaced(
     consolidate("in", "out")
     with pytest.raises(Unsafe, match="the source is the destination, or inside it"):
         consolidate("in", "out", overwrite=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("write", "place"),
+    [
+        (lambda old, _new, out: ckptkit.cp(old, out), "out"),  # the notes for a later call are the first file
+        (lambda old, _new, out: ckptkit.cp(old, out), "out/model.safetensors"),
+        (lambda old, new, out: ckptkit.delta(old, new, out, force=True), "out/delta-00001-of-00001.safetensors"),
+        (lambda old, _new, out: convert(old, out, to="dcp"), "out/__0_0.distcp"),
+        (lambda old, _new, _out: convert(old, "out.pt", to="pt"), "out.pt"),
+        (lambda *_: ckptkit.Run("out").save(1, torch.nn.Linear(2, 2)), "out/ckpt-1/__0_0.distcp"),
+    ],
+    ids=["notes", "cp", "delta", "dcp", "pt", "Run"],
+)
+def test_a_full_disk_is_said_of_the_destination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, place: str
+) -> None:
+    allocate = os.posix_fallocate
+
+    def fail(fd: int, offset: int, length: int) -> None:
+        if "key" in os.readlink(f"/proc/self/fd/{fd}") and place != "out":
+            allocate(fd, offset, length)
+        else:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("old", 0.0), ("new", 1.0)):
+        Path(name).mkdir()
+        save_file({"a": torch.full((4,), value)}, Path(name, "model.safetensors"))
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(NoRoom) as full:
+        write("old", "new", "out")
+    assert full.value.path == Path(place)
+    assert [file for file in Path().rglob("*") if file.is_file()] == list(Path().glob("*/model.safetensors"))

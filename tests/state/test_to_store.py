@@ -202,3 +202,15 @@ def test_the_manifest_has_what_the_store_computed(place: Place, source: Path) ->
     for name in place.names() - {"ckptkit.json"}:
         found = place.files.call_s3("head_object", Bucket=place.name, Key=f"run/ckpt-5/{name}", ChecksumMode="ENABLED")
         assert b64decode(found["ChecksumCRC32"]).hex() == files[name]["crc32"]
+
+
+@pytest.mark.parametrize(("base", "output"), [("base", "base"), ("out/base", "out"), ("base", "base/out")])
+def test_a_base_in_the_store_is_not_replaced(source: Path, place: Place, base: str, output: str) -> None:
+    place.files.pipe_file(f"{place.name}/run/ckpt-5/{base}/config.json", b"{}")
+    forget()
+    with pytest.raises(
+        Unsafe, match=r"the source is the destination, or inside it|the destination is inside the source"
+    ):
+        ckptkit.consolidate(source, f"{place.url}/{output}", base=f"{place.url}/{base}", overwrite=True)
+    forget()
+    assert place.files.cat_file(f"{place.name}/run/ckpt-5/{base}/config.json") == b"{}"

@@ -50,18 +50,19 @@ class Expert(nn.Module):
 class Model(nn.Module):
     """A model with two layers of experts."""
 
-    def __init__(self, ranks: int, counts: tuple[int, int], flags: tuple[str, ...]) -> None:
+    def __init__(self, ranks: tuple[int, int], counts: tuple[int, int], flags: tuple[str, ...]) -> None:
         from deepspeed.moe.layer import MoE
 
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(ROWS, WIDTH)
         is_residual = "residual" in flags
-        layers = [MoE(WIDTH, Expert(), n, ranks, use_residual=is_residual, min_capacity=2) for n in counts]
+        pairs = zip(counts, ranks, strict=True)
+        layers = [MoE(WIDTH, Expert(), n, among, use_residual=is_residual, min_capacity=2) for n, among in pairs]
         self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, ROWS, bias=False)
-        torch.manual_seed(1 + dist.get_rank() % ranks)
+        torch.manual_seed(1 + dist.get_rank() % max(ranks))
         for name, parameter in self.named_parameters():
             if ".deepspeed_experts." in name:  # or ranks would have the same experts
                 parameter.data = torch.randn_like(parameter) / 3
@@ -75,12 +76,11 @@ class Model(nn.Module):
         return self.head(self.norm(hidden)).float()
 
 
-def start(kind: str) -> Any:
-    """The engine that trains a model of a kind."""
+def start(stage: int, ranks: tuple[int, int], counts: tuple[int, int], flags: tuple[str, ...]) -> Any:
+    """The engine that trains a model, whose layers have `counts` experts, split among `ranks` ranks."""
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
 
-    stage, ranks, counts, flags = KINDS[kind]
     forget_groups()
     model = Model(ranks, counts, flags)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -155,7 +155,7 @@ def save_all(root: Path) -> Mapping[str, Any]:
     be_cpu()
     truth: dict[str, Tensor] = {}
     for kind, (stage, ranks, counts, flags) in KINDS.items():
-        engine = start(kind)
+        engine = start(stage, (ranks, ranks), counts, flags)
         train(engine, 2)
         engine.save_checkpoint(str(root / kind), client_state={"my_epoch": 1})
         link_moments(engine.optimizer)
@@ -170,3 +170,18 @@ def save_all(root: Path) -> Mapping[str, Any]:
 def experts(root: Path) -> Truth:
     """A directory of each kind, by four ranks."""
     return _on_ranks(RANKS, save_all, root)
+
+
+def save_mixed(root: Path) -> Mapping[str, Any]:
+    """Train and save models whose layers split their experts among different numbers of ranks."""
+    be_cpu()
+    for kind, counts in {"mixed": (4, 4), "mixed-few": (2, 4)}.items():
+        engine = start(0, (2, 4), counts, ("bf16",))
+        train(engine, 2)
+        engine.save_checkpoint(str(root / kind))
+    return {}
+
+
+def mixed_experts(root: Path) -> Truth:
+    """A directory of each kind, by four ranks."""
+    return _on_ranks(RANKS, save_mixed, root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,13 @@ def test_consolidate_leaves_only_training_state(checkpoint: Path, tmp_path: Path
     done = ckptkit.consolidate(checkpoint, tmp_path / "out", names="keep", strict=True)
     assert {left.why for left in done.left_behind} == {"training state"}
     assert {"CHECKPOINT_COMPLETE", "metadata.json"} <= {left.name for left in done.left_behind}
+
+
+def test_prune_names_only_what_others_put_there(checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-4"))
+    (checkpoint / "notes.txt").touch()
+    (gone,) = ckptkit.prune(checkpoint.parent, keep_last=1).delete
+    assert gone.reason == "no rule keeps it; it also contains notes.txt"
 
 
 def test_one_process_saves_as_transformers(checkpoint: Path) -> None:

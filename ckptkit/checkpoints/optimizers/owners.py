@@ -207,7 +207,7 @@ def assume_names(
         model, names = choose_model_by_names(models, fit, optimizer)
         others = [other for other in models if other is not model]
         require_no_other_fitting_model(optimizer, sizes, model, others)
-        owner = f" (of `{model.name}` and of no other model)" if others else ""
+        owner = f"; only the shapes of `{model.name}` fit" if others else ""
         return NamedNumbers(names, model, f"{proof}{owner}")
     numbers = list(chain.from_iterable(optimizer.groups))
     if len(numbers) != len(order.names):
@@ -226,10 +226,8 @@ def check_order_against_proof(assumed: NamedNumbers, proven: NamedNumbers) -> No
     """Raise `Mismatch` if the order that the user states contradicts a proven name."""
     for number, name in proven.names.items():
         if without_wrapper_prefixes(assumed.names[number]) != without_wrapper_prefixes(name):
-            message = (
-                f"{ORDER}: expected `{name}` as parameter {number} ({proven.proof}), found `{assumed.names[number]}`"
-            )
-            raise Mismatch(message, hint=f"drop {ORDER}")
+            message = f"{ORDER}: expected `{name}` as parameter {number}, found `{assumed.names[number]}`"
+            raise Mismatch(f"{message}; the checkpoint proves the names: {proven.proof}", hint=f"drop {ORDER}")
 
 
 def parameter_order_in_models(models: Sequence[OneModel], names: Collection[str], path: Path) -> list[str]:

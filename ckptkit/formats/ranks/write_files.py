@@ -8,7 +8,7 @@ one file, and copied to the others at the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +32,7 @@ from ckptkit.io.file import OpenFiles, names_in, read_at
 from ckptkit.layout import OWN, Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
 from ckptkit.layout.placements import Placement, Shard, local_shape_and_boxes
 from ckptkit.layout.wrappers import PARAM_NAMES, is_record_of
+from ckptkit.words import count
 
 _GROUPS, _PARAMS = "param_groups", "params"
 _WORLD_SIZE = "world_size"  # a key in SkyRL's states
@@ -83,16 +84,35 @@ class Writing:
             kind = str(top) if top in (MODEL, OPTIMIZER) else REST
             if top != OWN:
                 kinds.setdefault(kind, []).append(name)
+        has_states = False
         for name in kinds.get(OPTIMIZER, ()):
             key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
-            is_state = len(key) == AT + 2 and key[1] == "state" and stored is not None and stored.spec.shape
+            is_state = len(key) == AT + 2 and key[1] == "state" and stored is not None and bool(stored.spec.shape)
+            has_states |= is_state
             if is_state and self.find_parameter_tensor(str(key[AT])) is None:
                 message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
                 raise Unsupported(message, tensor=name, hint="drop the optimizer with --exclude 'optimizer.*'")
         if MODEL not in kinds:
             hint = f"pass --under {MODEL} to put all tensors there"
             raise Unsupported(f"there is no model under `{MODEL}`", hint=hint)
+        if has_states:
+            self.require_clear_indices(kinds[MODEL])
         return kinds
+
+    def require_clear_indices(self, names: Iterable[str]) -> None:
+        """Raise `Unsupported` if the files number the optimizer's parameters, and a reader could not name them again.
+
+        `names` are the model's. Without recorded names a reader needs as many parameters in both.
+        """
+        tensors, keys = self.wanted.tensors, map(self.wanted.key, self.wanted.blobs)
+        if not self.numbers or any(key[:2] == (OPTIMIZER, _GROUPS) and key[-1] == PARAM_NAMES for key in keys):
+            return
+        split = {tensors[name].chunks or name for name in names if name in tensors and self.find_placements(name)}
+        if len(split) != len(self.numbers):
+            expected = f"expected {count(len(split), 'parameter')} in the optimizer, as in the model"
+            message = f"{expected}, found {len(self.numbers)}: some are frozen, and the files only number them"
+            hint = "run `ckptkit convert SRC OUT --to dcp`, which stores the optimizer by name"
+            raise Unsupported(message, hint=hint)
 
     def make_rank_file(self, name: str, names: list[str], rank: int) -> NewFile:
         """Return the file of a rank with the entries that belong to this rank or to all ranks."""

@@ -62,6 +62,7 @@ STORES = PluginTable(
             destination="ckptkit.plugins.hub_writing.repo_destination:HubRepoDestination",
             describe=_DESCRIBE_HUB,
         ),
+        **dict.fromkeys(("hf://datasets", "hf://spaces"), KnownStore("ckptkit.io.stores.hub:HubStore")),
         "hf://buckets": KnownStore(
             "ckptkit.plugins.hub_writing.bucket_store:HubBucketStore",
             destination="ckptkit.plugins.hub_writing.bucket_destination:HubBucketDestination",

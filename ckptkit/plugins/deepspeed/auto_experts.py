@@ -8,17 +8,19 @@ axis 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, Unsupported, errors_at
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.archives.state_files import read_state_file
+from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.formats.pickles.tensor_calls import is_tensor
-from ckptkit.layout import StoredTensor
+from ckptkit.formats.rank_names import read_each_file
+from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import stack_tensors
+from ckptkit.layout.box import full_box
 from ckptkit.plugins.deepspeed.values import dict_or_empty, require_count, require_dict, require_each, require_type
 
 LAYERS = "ds_autoep_layers"
@@ -72,26 +74,44 @@ def read_auto_layers_by_tensor(saved: Mapping[str | int, Any]) -> dict[str, Auto
 
 
 def stack_experts(
-    root: Path, files: Mapping[tuple[int, int], str], layers: Mapping[str, AutoLayer]
+    root: Path,
+    files: Mapping[tuple[int, int], str],
+    layers: Mapping[str, AutoLayer],
+    read_file: Callable[[tuple[int, int], str], StateFile],
+    report: Report,
 ) -> dict[str, StoredTensor]:
-    """Return the full tensors of all experts by name; `files` maps (layer index, expert index) to a file name."""
+    """Return the full tensors of all experts by name; `files` maps (layer index, expert index) to a file name.
+
+    Reports the files that cannot be read; their slices get unreadable chunks.
+    """
     in_order = list(dict.fromkeys(layers.values()))
-    slices: dict[str, list[StoredTensor]] = {name: [] for name in layers}
-    for (layer, expert), file in sorted(files.items()):
-        with errors_at(path=root / file):
-            state = read_state_file(root, file)
-            saved = require_dict(state.value, file)
-            flattening = Flattening(state.entries, file)
-            for name in in_order[layer].names:
-                value = saved.pop(f"{name}.{expert}", None)
-                if not is_tensor(value):
-                    message = "the file does not contain the tensor of its expert"
-                    raise Corrupt(message, tensor=f"{name}.{expert}", hint=_HINT)
-                tensor = flattening.make_stored_tensor(value)
-                if slices[name] and slices[name][0].spec != tensor.spec:
-                    raise Corrupt(f"expected {slices[name][0].spec}, as expert 0 has, found {tensor.spec}", tensor=name)
-                slices[name].append(tensor)
-            if saved:
-                message = f"the tensor does not belong to expert {expert}"
-                raise Corrupt(message, tensor=str(next(iter(saved))), hint=_HINT)
-    return {name: stack_tensors(tensors) for name, tensors in slices.items()}
+
+    def read_slices(key: tuple[int, int], file: str) -> dict[str, StoredTensor]:
+        state = read_file(key, file)
+        saved = require_dict(state.value, file)
+        flattening = Flattening(state.entries, file)
+        slices = {}
+        for name in in_order[key[0]].names:
+            value = saved.pop(f"{name}.{key[1]}", None)
+            if not is_tensor(value):
+                message = "the file does not contain the tensor of its expert"
+                raise Corrupt(message, tensor=f"{name}.{key[1]}", hint=_HINT)
+            slices[name] = flattening.make_stored_tensor(value)
+        if saved:
+            message = f"the tensor does not belong to expert {key[1]}"
+            raise Corrupt(message, tensor=str(next(iter(saved))), hint=_HINT)
+        return slices
+
+    read = read_each_file(root, files, read_slices, report)
+    specs = {name: tensor.spec for slices in reversed(read.values()) for name, tensor in slices.items()}
+    if specs.keys() < layers.keys():
+        raise Incomplete("the files of all experts of a layer are missing or unreadable", path=root, hint=ELSEWHERE)
+    tensors: dict[str, list[StoredTensor]] = {name: [] for name in layers}
+    for key, file in files.items():
+        for name in in_order[key[0]].names:
+            spec = specs[name]
+            lost = StoredTensor(spec, (Chunk.unreadable(full_box(spec.shape), file, spec.dtype),))
+            tensors[name].append(read.get(key, {}).get(name, lost))
+            if (found := tensors[name][-1].spec) != spec:
+                raise Corrupt(f"expected {spec}, as expert 0 has, found {found}", path=root / file, tensor=name)
+    return {name: stack_tensors(slices) for name, slices in tensors.items()}

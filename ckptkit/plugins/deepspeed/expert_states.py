@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Corrupt, Incomplete, errors_at
+from ckptkit.errors import Corrupt, Incomplete, Report, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening
 from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
-from ckptkit.layout import StoredTensor
+from ckptkit.formats.rank_names import read_each_file
+from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate
-from ckptkit.layout.box import Shape
+from ckptkit.layout.box import Shape, full_box
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_ranks, find_name_around_number
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.modules import put_stored_copy, put_unpickled_copy
@@ -52,31 +53,48 @@ def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str
         flattening = Flattening(file.entries, file.name)
         with errors_at(path=root / file.name):
             for name, value in require_dict(file.value, file.name).items():
-                if str(name) in masters:
+                if file.name in experts.lost:
+                    put_lost(gathering, flattening.make_stored_tensor(value), str(name), masters)
+                elif str(name) in masters:
                     put_unpickled_copy(gathering, flattening, str(name), value, masters[str(name)])
                 else:
                     gathering.put_flattened(flattening, value, (MODEL, str(name)))
 
 
+def put_lost(gathering: Gathering, like: StoredTensor, name: str, masters: Mapping[str, StoredTensor]) -> None:
+    """Put a tensor of a lost file, which had the shape of `like`."""
+    (chunk,) = like.chunks
+    lost = StoredTensor(like.spec, (Chunk.unreadable(full_box(like.spec.shape), chunk.path, like.spec.dtype),))
+    if name in masters:
+        put_stored_copy(gathering, name, lost, masters[name])
+    else:
+        gathering.put_entry((MODEL, name), lost)
+
+
 def put_unpartitioned_experts(
-    gathering: Gathering, root: Path, files: DeepSpeedFiles, model: ModelStates, experts: ExpertFiles
+    gathering: Gathering, root: Path, files: DeepSpeedFiles, model: ModelStates, experts: ExpertFiles, report: Report
 ) -> None:
-    """Put a model and the optimizers of its expert-parallel ranks.
+    """Put a model and the optimizers of its expert-parallel ranks; report the files that cannot be read.
 
     The optimizers become one optimizer by name if the parameter order is certain. Otherwise the optimizer of each rank
     stays under its own key, with parameter indices.
     """
-    optimizers = read_optimizers(root, files)
-    if not optimizers and model.optimizer is not None:
+    by_rank = read_optimizers(root, files, report)
+    if not files.expert_optimizers and model.optimizer is not None:
         path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
-        raise Incomplete("the file with the optimizer state of one rank's experts is missing", path=path)
+        report(Incomplete("the file with the optimizer state of one rank's experts is missing", path=path))
+    optimizers = list(by_rank.values())
     shared = trained_shapes(model)
-    own_shapes = expert_shapes_by_rank(experts, model, len(optimizers)) if optimizers else []
-    names = [
-        # in order: `split_params_into_different_moe_groups_for_optimizer` in moe/utils.py splits one ordered list
-        find_names_in_order(optimizer, indices_if_ordered(optimizer), {**shared, **expert_shapes}, is_in_order=True)
-        for optimizer, expert_shapes in zip(optimizers, own_shapes, strict=True)
-    ]
+    names: list[list[str]] = [[] for _ in optimizers]
+    counts = {count for optimizer in optimizers for count in expert_rank_counts(optimizer)} or {1}
+    # no file says which layers are split among which number of ranks, if there are several
+    if optimizers and len(counts) == 1 and by_rank.keys() == set(range(max(counts))):
+        own_shapes = expert_shapes_by_rank(experts, model, len(optimizers))
+        names = [
+            # in order: `split_params_into_different_moe_groups_for_optimizer` in moe/utils.py splits one ordered list
+            find_names_in_order(optimizer, indices_if_ordered(optimizer), {**shared, **expert_shapes}, is_in_order=True)
+            for optimizer, expert_shapes in zip(optimizers, own_shapes, strict=True)
+        ]
     masters: dict[str, StoredTensor] = {}
     if all(names):
         of_ranks = [
@@ -97,7 +115,7 @@ def put_unpartitioned_experts(
     if optimizers and all(rank_names and set(rank_names[: len(shared)]) == shared.keys() for rank_names in names):
         put_joined_optimizers(gathering, optimizers, names, len(shared), experts, has_masters=bool(masters))
     else:
-        for rank, optimizer in enumerate(optimizers):
+        for rank, optimizer in by_rank.items():
             saved = {"state": optimizer.states, "param_groups": list(optimizer.groups), **optimizer.others}
             for key, value in saved.items():
                 gathering.put_flattened(optimizer.flattening, value, (f"{APART}{rank}", key))
@@ -139,28 +157,38 @@ def put_joined_optimizers(
     put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
 
 
-def read_optimizers(root: Path, files: DeepSpeedFiles) -> list[IndexedOptimizer]:
+def read_optimizers(root: Path, files: DeepSpeedFiles, report: Report = raise_problem) -> dict[int, IndexedOptimizer]:
     """Return the optimizers of the expert-parallel ranks.
 
-    Raises `Incomplete` if a file is missing, `Corrupt` if a file comes from another run.
+    Reports the files that are missing or cannot be read, and those of another save.
     """
-    optimizers: dict[int, IndexedOptimizer] = {}
-    steps: list[float | None] = []
-    for rank, name in sorted(files.expert_optimizers.items()):
+    first: list[tuple[list[int], float | None]] = []
+
+    def read_optimizer(_rank: int, name: str) -> IndexedOptimizer:
         file = read_state_file(root, name)
-        with errors_at(path=root / name):
-            value = require_dict(file.value, name).get("optimizer")
-            optimizers[rank] = optimizer = read_indexed_optimizer(Flattening(file.entries, name), value)
-            ranks = max((expert_ranks(group) for group in optimizer.groups if group.get("moe")), default=1)
-            report_missing_ranks(files.expert_optimizers, ranks, root, name)
-            if list(map(len, optimizer.indices_by_group)) != list(map(len, optimizers[0].indices_by_group)):
-                raise Corrupt("the parameter groups differ from those of rank 0", hint=_HINT)
-            first = next(iter(optimizer.states.values()), None)  # all ranks have the first parameter
-            steps.append(find_comparable_step(optimizer.flattening, dict_or_empty(first, "state")))
-            if None not in (steps[0], steps[-1]) and steps[0] != steps[-1]:
-                message = "the optimizer's step differs from that of rank 0"
-                raise Corrupt(f"{message}: this directory mixes files of several saves", hint=_HINT)
-    return list(optimizers.values())
+        value = require_dict(file.value, name).get("optimizer")
+        optimizer = read_indexed_optimizer(Flattening(file.entries, name), value)
+        state = next(iter(optimizer.states.values()), None)  # all ranks have the first parameter
+        step = find_comparable_step(optimizer.flattening, dict_or_empty(state, "state"))
+        first.append((list(map(len, optimizer.indices_by_group)), step))
+        if first[-1][0] != first[0][0]:
+            raise Corrupt("the parameter groups differ from those of rank 0", hint=_HINT)
+        if None not in (first[0][1], step) and first[0][1] != step:
+            message = "the optimizer's step differs from that of rank 0"
+            raise Corrupt(f"{message}: this directory mixes files of several saves", hint=_HINT)
+        return optimizer
+
+    named = dict(sorted(files.expert_optimizers.items()))
+    optimizers = read_each_file(root, named, read_optimizer, report)
+    for rank, optimizer in list(optimizers.items())[:1]:
+        with errors_at(path=root / named[rank]):
+            report_missing_ranks(named, max(expert_rank_counts(optimizer), default=1), root, named[rank], report)
+    return optimizers
+
+
+def expert_rank_counts(optimizer: IndexedOptimizer) -> set[int]:
+    """Return among how many ranks the layers split their experts: usually one number."""
+    return {expert_ranks(group) for group in optimizer.groups if group.get("moe")}
 
 
 def indices_if_ordered(optimizer: IndexedOptimizer) -> list[Any]:

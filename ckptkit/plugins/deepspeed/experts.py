@@ -9,14 +9,16 @@ optimizer state of these experts among themselves.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Unsupported, errors_at
+from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
+from ckptkit.formats.pickles.tensor_calls import is_tensor
+from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS, AutoLayer, stack_experts
@@ -29,6 +31,8 @@ _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6
 _GROUP = re.compile(r"ep_size_([0-9]{1,6})")
 _DATA_FIRST = "use_data_before_expert_parallelism"
 _HINT = "check that all files of one save are there, and no others"
+_FILE = "layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+_MOST_EXPERTS = 1 << 16  # in a layer: more are a damaged number
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ class ExpertFiles:
     """The expert files in order, and the number of experts of each layer by name prefix, in the same order.
 
     For AutoEP `files` is empty; `fused` contains the full tensors and `auto_layers` their layers. `is_data_first` is
-    true if ranks with the same experts are adjacent; None if the configuration was not saved.
+    true if ranks with the same experts are adjacent; None if the configuration was not saved. For a file in `lost`,
+    which is missing or cannot be read, `files` has the tensors of another expert of its layer, under its names.
     """
 
     files: tuple[StateFile, ...]
@@ -44,6 +49,7 @@ class ExpertFiles:
     is_data_first: bool | None
     fused: Mapping[str, StoredTensor] = field(default_factory=dict)
     auto_layers: Mapping[str, AutoLayer] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
 
     def expert_rank_of(self, name: str, ranks: int) -> int:
         """Return which of the `ranks` expert-parallel ranks has the expert of entry `name`."""
@@ -78,60 +84,99 @@ def find_name_around_number(name: str) -> tuple[str, str] | None:
     return (match[1], match[3]) if match else None
 
 
-def find_expert_files(root: Path, files: DeepSpeedFiles, model: ModelStates) -> ExpertFiles | None:
-    """Return the experts in a directory; None for a model without experts.
+def expert_counts(root: Path, files: DeepSpeedFiles, model: ModelStates) -> list[int]:
+    """Return the number of experts of each layer; [] for a model without experts.
 
-    Raises `Incomplete` if the file of an expert is missing, `Corrupt` for the file of an unknown expert.
+    Raises `Corrupt` for the file of an unknown expert, `Unsupported` for pipeline or tensor parallelism.
     """
     with errors_at(path=root / model.path):
         saved = model.saved.get("num_experts")  # early versions saved only one number
         counts = list(require_counts(saved, "num_experts")) if isinstance(saved, list) else []
-        if 0 in counts:
-            raise Corrupt("`num_experts` lists a layer with no experts")
-    if not counts and not files.experts:
-        return None
-    if files.layers or len(files.parts) > 1:
+        if not all(0 < count <= _MOST_EXPERTS for count in counts):
+            raise Corrupt(f"expected 1 to {_MOST_EXPERTS} experts in each layer (`num_experts`), found {counts[:8]}")
+    if (counts or files.experts) and (files.layers or len(files.parts) > 1):
         raise Unsupported("experts in a model with pipeline or tensor parallelism", path=root / model.path)
-    check_expert_files(root, files, counts)
+    for (layer, expert), name in files.experts.items():
+        if layer >= len(counts) or expert >= counts[layer]:
+            message = f"the model does not have this expert: its layers have {counts[:8]} experts"
+            raise Corrupt(message, path=root / name, hint="move the files of the other run to another directory")
+    return counts
+
+
+def find_expert_files(
+    root: Path, files: DeepSpeedFiles, model: ModelStates, report: Report = raise_problem
+) -> ExpertFiles | None:
+    """Return the experts in a directory; None for a model without experts.
+
+    Reports the files of experts that are missing or cannot be read. See `expert_counts` for other errors.
+    """
+    counts = expert_counts(root, files, model)
+    if not counts:
+        return None
     config = find_dict_items(model.saved.get("ds_config"))
     is_first = None if config is None else any(key == _DATA_FIRST and bool(value) for key, value in config)
+    names = {
+        (layer, expert): files.experts.get((layer, expert), _FILE.format(layer=layer, expert=expert))
+        for layer, count in enumerate(counts)
+        for expert in range(count)
+    }
+
+    def read_expert(key: tuple[int, int], name: str) -> StateFile:
+        if key not in files.experts:
+            found = sum(layer == key[0] for layer, _ in files.experts)
+            expected = f"expected {counts[key[0]]} experts in layer {key[0]}, found {found}"
+            raise Incomplete(f"the file of an expert is missing: {expected}", path=root / name, hint=ELSEWHERE)
+        return read_state_file(root, name)
+
     if model.auto_layers:
         fused_counts = [layer.experts for layer in dict.fromkeys(model.auto_layers.values())]
         if fused_counts != counts:
             message = f"expected layers of {counts[:8]} experts, found {fused_counts[:8]} in `{LAYERS}`"
             hint = "save a model in which AutoEP replaced all layers of experts"
             raise Unsupported(message, path=root / model.path, hint=hint)
-        return ExpertFiles((), {}, is_first, stack_experts(root, files.experts, model.auto_layers), model.auto_layers)
-    read: list[StateFile] = []
+        fused = stack_experts(root, names, model.auto_layers, read_expert, report)
+        return ExpertFiles((), {}, is_first, fused, model.auto_layers)
+
+    return read_named_experts(root, names, read_expert, counts, report, is_data_first=is_first)
+
+
+def read_named_experts(
+    root: Path,
+    names: Mapping[tuple[int, int], str],
+    read_expert: Callable[[tuple[int, int], str], StateFile],
+    counts: Sequence[int],
+    report: Report,
+    *,
+    is_data_first: bool | None,
+) -> ExpertFiles:
+    """Return the experts in files of their own; `names` are the files by layer and expert, `counts` of each layer.
+
+    Reports the files that cannot be read. Raises `Incomplete` if none of a layer can be read.
+    """
+
+    def read_with_prefix(key: tuple[int, int], name: str) -> tuple[StateFile, str]:
+        file = read_expert(key, name)
+        return file, expert_name_prefix(root, file, key[1])
+
+    read = read_each_file(root, names, read_with_prefix, report)
     layers: dict[str, int] = {}
-    for (layer, expert), name in sorted(files.experts.items()):
-        file = read_state_file(root, name)
-        prefix = expert_name_prefix(root, file, expert)
+    for (layer, _), (file, prefix) in read.items():
         if layers.setdefault(prefix, layer) != layer or len(layers) != layer + 1:
             message = f"expected layer {layer} as in the other files, found `{prefix}`"
-            raise Corrupt(message, path=root / name, hint=_HINT)
-        read.append(file)
-    return ExpertFiles(tuple(read), dict(zip(layers, counts, strict=True)), is_first)
+            raise Corrupt(message, path=root / file.name, hint=_HINT)
+    if len(layers) < len(counts):
+        raise Incomplete("the files of all experts of a layer are missing or unreadable", path=root, hint=ELSEWHERE)
+    like = {layer: file for (layer, _), (file, _) in read.items()}
+    every = [read[key][0] if key in read else stand_in_for(key[1], name, like[key[0]]) for key, name in names.items()]
+    lost = frozenset(name for key, name in names.items() if key not in read)
+    return ExpertFiles(tuple(every), dict(zip(layers, counts, strict=True)), is_data_first, lost=lost)
 
 
-def check_expert_files(root: Path, files: DeepSpeedFiles, counts: Sequence[int]) -> None:
-    """Raise `Incomplete` if an expert file is missing, `Corrupt` if a file has an unknown layer or expert index."""
-    by_layer: dict[int, set[int]] = {}
-    for layer, expert in files.experts:
-        by_layer.setdefault(layer, set()).add(expert)
-    for layer, count in enumerate(counts):
-        present = by_layer.get(layer, set())
-        missing = next(expert for expert in range(len(present) + 1) if expert not in present)
-        if missing < count:
-            name = f"layer_{layer}_expert_{missing}_mp_rank_00_model_states.pt"
-            message = (
-                f"the file of an expert is missing: expected {count} experts in layer {layer}, found {len(present)}"
-            )
-            raise Incomplete(message, path=root / name, hint=ELSEWHERE)
-    for (layer, expert), name in files.experts.items():
-        if layer >= len(counts) or expert >= counts[layer]:
-            message = f"the model does not have this expert: its layers have {list(counts[:8])} experts"
-            raise Corrupt(message, path=root / name, hint="move the files of the other run to another directory")
+def stand_in_for(expert: int, name: str, like: StateFile) -> StateFile:
+    """Return a file of this name with the tensors of another expert's file, under the names of this expert."""
+    items = require_dict(like.value, like.name).items()
+    matches = [(match, value) for key, value in items if is_tensor(value) and (match := _EXPERT.fullmatch(str(key)))]
+    return StateFile(name, {f"{match[1]}{expert}{match[3]}": value for match, value in matches}, like.entries)
 
 
 def expert_name_prefix(root: Path, file: StateFile, expert: int) -> str:

@@ -138,14 +138,14 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
     masters: dict[str, StoredTensor] = {}
     names: list[list[list[str]]] = []
     model = parts[0].models[0]
-    experts = find_expert_files(root, files, model)
+    experts = find_expert_files(root, files, model, report)
     if model.slices is not None:
         names.append(put_slices(gathering, parts, model.slices, masters, root))
     for part in () if model.slices is not None else parts:
         if part.partitions:
             names.append(put_model_part(gathering, part, masters, experts, root, report))
         elif experts is not None:
-            put_unpartitioned_experts(gathering, root, files, part.models[0], experts)
+            put_unpartitioned_experts(gathering, root, files, part.models[0], experts, report)
         else:
             with errors_at(path=root / part.models[0].path):
                 put_model_and_optimizer_without_zero(gathering, part.models[0])

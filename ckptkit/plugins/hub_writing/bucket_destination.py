@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from huggingface_hub import constants
 from huggingface_hub.utils import hf_raise_for_status, http_backoff
 
-from ckptkit.errors import IOFailure, Occupied, Unsupported, Usage, errors_at
+from ckptkit.errors import IOFailure, Occupied, Usage, errors_at
 from ckptkit.io.claims import StoreClaim
 from ckptkit.io.destination import CLAIM, Check
 from ckptkit.io.file import destination_exists_error, read_small
@@ -60,15 +60,9 @@ class TargetRepository:
 
 
 def examine_repository(path: RemotePath) -> TargetRepository:
-    """Return the state of the repository and branch in `path`.
-
-    Raises `Unsupported` for a repository of another kind, `Usage` for a commit instead of a branch.
-    """
-    kind, repo_id, named = parse_repository_path(str(path.store_root).partition("://")[2])
+    """Return the state of the repository and branch in `path`. Raises `Usage` for a commit instead of a branch."""
+    _, repo_id, named = parse_repository_path(str(path.store_root).partition("://")[2])
     revision = named or MAIN
-    if kind != "model":
-        hint = "write to hf://org/name or to hf://buckets/org/name/folder"
-        raise Unsupported("ckptkit writes to repositories of models only", path=path, hint=hint)
     if _COMMIT.fullmatch(revision):
         raise Usage("a commit cannot be written to", path=path, hint="name a branch, or drop @")
     with errors_at(path=path):

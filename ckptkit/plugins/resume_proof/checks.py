@@ -125,7 +125,7 @@ def check_resumes(runs: Runs) -> str:
         printed = f"{STEP}: the resumed run printed {steps}, and failed"
         raise CheckFailed(f"{printed}: {IMPERATIVES[STEP]}; output: {execution.log}")
     name = runs.middle_path.name
-    runs.require_done(execution, f"the script does not resume from {name}")
+    runs.require_resumed(execution, f"from {name}")
     runs.state_at_end(execution)
     return f"from a copy of {name} to step {runs.script.steps}"
 

@@ -22,6 +22,7 @@ _MARK = "CKPTKIT_PROOF"  # an environment variable by which all processes of a c
 _POLL = 0.002  # seconds between two looks: a small checkpoint is written in some milliseconds
 _TAIL = 1 << 16  # bytes at the end of a log in which its last error is looked for
 _LONGEST = 200  # characters of a line of output in a message
+_SHOWN = 3  # lines at the end of the output that a message quotes, if none of them is an error
 _OF_PARENT = ("ChildFailedError", "ProcessExitedException")  # of a launcher: the error of its rank is above it
 # torchrun logs a warning or an error as `E1127 18:20:31.5 7 torch/distributed/elastic/...`, and ends with a traceback
 _OF_TORCHRUN = re.compile(r"^[WE]\d{4} [\d:. ]+torch/distributed/elastic/multiprocessing", re.MULTILINE)
@@ -61,8 +62,8 @@ class Execution:
         if _OF_GPU.search(tail):
             return f"the script needs a GPU, and this machine has none; output: {self.log}"
         errors = [error for error in _ERROR.findall(tail) if not any(name in error for name in _OF_PARENT)]
-        lines = [error.strip()[:_LONGEST] for error in errors] or self.last_output_lines(1) or ["no output"]
-        return f"exit code {self.exit_code}: {lines[-1]}; output: {self.log}"
+        lines = [error.strip()[:_LONGEST] for error in errors[-1:]] or self.last_output_lines(_SHOWN) or ["no output"]
+        return f"exit code {self.exit_code}: {' / '.join(lines)}; output: {self.log}"
 
     def last_output_lines(self, number: int) -> list[str]:
         """Return the last lines of the output that have a word, cut to a length that fits a message."""

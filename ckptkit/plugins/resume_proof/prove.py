@@ -146,11 +146,9 @@ def check_resume_at_other_size(runs: Runs) -> str:
         source = convert_with_files(runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size))
         resumed = runs.resume_run("resharded", source=source, nproc=size)
         shutil.rmtree(source, ignore_errors=True)
-        if not resumed.is_done:
-            failure = resumed.describe_failure()
-            names = (name for group in (RANDOM, DATA) for name in runs.middle_state.names_in(group))
-            hint = f"; hint: {_RANK_STATE}" if is_about_rank_state(failure, names) else ""
-            raise CheckFailed(f"the script does not resume on {ranks}: {failure}{hint}")
+        names = (name for group in (RANDOM, DATA) for name in runs.middle_state.names_in(group))
+        is_of_rank = not resumed.is_done and is_about_rank_state(resumed.describe_failure(), names)
+        runs.require_resumed(resumed, f"on {ranks}", hint=f"; hint: {_RANK_STATE}" if is_of_rank else "")
         state = runs.state_at_end(resumed)
         if runs.has_other_weights:
             why = f"on {count(runs.nproc, 'rank')} the resumed run differs, too"
@@ -200,7 +198,7 @@ def check_one_file_and_back(runs: Runs) -> str:
         source = convert_with_files(runs, "one-file-source", there_and_back)
         resumed = runs.resume_run("one-file", source=source)
         shutil.rmtree(source, ignore_errors=True)
-        runs.require_done(resumed, "the script does not resume from the converted checkpoint")
+        runs.require_resumed(resumed, "from the converted checkpoint")
         gaps = group_differences(runs.resumed_state, runs.state_at_end(resumed), runs.control_tolerance)
         if gaps:
             raise CheckFailed(f"after the conversion differ {gaps[0].describe_difference()}: report this to ckptkit")

@@ -222,10 +222,18 @@ class Runs:
             raise CheckFailed(f"no checkpoint at step {self.script.steps} after it; output: {execution.log}")
         return read_checkpoint_contents(found.path)
 
-    def require_done(self, execution: Execution, what: str) -> None:
+    def require_done(self, execution: Execution, what: str, hint: str = "") -> None:
         """Raise `CheckFailed` unless a run ended by itself and without an error."""
         if not execution.is_done:
-            raise CheckFailed(f"{what}: {execution.describe_failure()}")
+            raise CheckFailed(f"{what}: {execution.describe_failure()}{hint}")
+
+    def require_resumed(self, execution: Execution, source: str, hint: str = "") -> None:
+        """Raise `CheckFailed` unless a run that resumed from `source` ended by itself and without an error."""
+        what = f"the script does not resume {source}"
+        if self.script.steps in checkpoints_by_step(execution.run):
+            ending = "does not end" if execution.exit_code is None else "fails"
+            what = f"the script resumes {source}, saves step {self.script.steps}, and then {ending}"
+        self.require_done(execution, what, hint)
 
     def log_path(self, label: str) -> Path:
         return self.room / LOGS / f"{label}.txt"

@@ -30,7 +30,7 @@ from ckptkit.errors import CkptError, NotACheckpoint, Occupied, Usage, translate
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import require_plain_file_name
 from ckptkit.io.path import drop_cached_listing, is_remote
-from ckptkit.io.staging import Stage
+from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.runs.keeper import open_run_backend
 from ckptkit.runs.retention import (
     Best,
@@ -236,9 +236,10 @@ class Run:
         uploaded objects: readers ignore them, and the next save of the step replaces them.
         """
         try:
-            self._saver.write_state(writer, entries, path)
-            if stage is not None:
-                self._ranks.run_on_first_rank(stage.commit)
+            with errors_naming_destination(path):
+                self._saver.write_state(writer, entries, path)
+                if stage is not None:
+                    self._ranks.run_on_first_rank(stage.commit)
         except BaseException:
             if stage is not None:
                 stage.discard()

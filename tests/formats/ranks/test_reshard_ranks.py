@@ -11,10 +11,10 @@ from torch.distributed import _mesh_layout
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.errors import CkptError
+from ckptkit.errors import CkptError, Unsupported
 from tests.conftest import Produce
 from tests.formats.ranks.test_ranks import assert_is, of
-from tests.producers import Producer
+from tests.producers import Producer, save_alone
 from tests.trainers import produced_ranks as produced
 
 JOURNEYS = [
@@ -120,3 +120,18 @@ def test_flat_names_become_those_of_the_numbers(produce: Produce, tmp_path: Path
     (group,) = file["param_groups"]
     assert len(group["param_names"]) == len(group["params"]) == len(file["state"])
     assert_is(open_layout(tmp_path / "ranks"), of("units", made.truth))
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_an_optimizer_that_indices_cannot_name_is_refused(tmp_path: Path, dry_run: bool) -> None:
+    """With a frozen parameter, as in a checkpoint of ZeRO 3."""
+    weights = {name: torch.ones(4, 2) for name in ("a", "b", "frozen")}
+    states = {name: {"exp_avg": torch.ones(4, 2)} for name in ("a", "b")}
+    optimizer = {"state": states, "param_groups": [{"params": ["a", "b"], "lr": 0.1}]}
+    save_alone({"model": weights, "optimizer": optimizer}, tmp_path / "alone")
+    ckptkit.convert(tmp_path / "alone", tmp_path / "dcp", to="dcp", world_size=2)
+    with pytest.raises(
+        Unsupported, match="expected 3 parameters in the optimizer, as in the model, found 2"
+    ) as refused:
+        ckptkit.convert(tmp_path / "dcp", tmp_path / "ranks", to="ranks", dry_run=dry_run)
+    assert "--to dcp" in (refused.value.hint or "")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
@@ -213,3 +214,56 @@ def test_optimizers_of_two_saves_are_not_mixed(copy: Callable[[str], Path]) -> N
     error = refused(root)
     assert "several saves" in error.message
     assert error.path == optimizer
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["missing", "cut"])
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("zero1", {"scale"}), ("zero0-bf16", {"scale"}), ("residual", {"scale", "up.bias"})]
+)
+def test_all_but_one_expert_is_salvaged(
+    kind: str, lost: set[str], is_cut: bool, copy: Callable[[str], Path], produce: Produce, tmp_path: Path
+) -> None:
+    """ZeRO's files have the masters of the expert whose own file is lost, but not its buffers and frozen weights."""
+    path = copy(kind) / EXPERT.format(0, 1)
+    path.unlink() if not is_cut else path.write_bytes(path.read_bytes()[:200])
+    done = ckptkit.consolidate(path.parent, tmp_path / "out", salvage=True, names="keep")
+    assert done.salvaged is not None
+    names = {one.name.partition(".deepspeed_experts.1.")[2] for one in done.salvaged.lost}
+    assert names == lost
+    truth = truth_of(produce(experts.experts).truth, kind)
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, truth[f"model.{name}"].to(tensor.dtype)), name
+
+
+def test_all_but_one_expert_without_masters_is_salvaged(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    root = copy("zero0")
+    (root / EXPERT.format(0, 1)).unlink()
+    done = ckptkit.consolidate(root, tmp_path / "out", salvage=True, names="keep")
+    assert done.salvaged is not None
+    assert {".deepspeed_experts.1." in one.name and "layers.0." in one.name for one in done.salvaged.lost} == {True}
+    assert len(done.salvaged.lost) == 4
+
+
+@pytest.mark.parametrize("kind", ["zero0", "zero0-bf16"])
+def test_a_lost_optimizer_of_experts_leaves_the_weights(kind: str, copy: Callable[[str], Path], tmp_path: Path) -> None:
+    root = copy(kind)
+    (root / OF_EXPERTS.format(1)).unlink()
+    done = ckptkit.consolidate(root, tmp_path / "out", salvage=True, names="keep")
+    assert done.salvaged is not None
+    assert [one.path for one in done.salvaged.lost] == [root / OF_EXPERTS.format(1)]
+    assert any("fp32 master weights without parameter names" in line for line in done.warnings) is (kind != "zero0")
+
+
+@pytest.mark.parametrize("kind", ["mixed", "mixed-few"])
+def test_masters_that_no_name_is_known_of_are_told(kind: str, produce: Produce, tmp_path: Path) -> None:
+    """Layers that are split among different numbers of ranks: no file says which among how many."""
+    root = produce(experts.mixed_experts).root / kind
+    layout = open_layout(root)
+    assert {layout.key(name)[0] for name in layout.tensors} == {
+        "model",
+        *(f"optimizer_expp_rank_{i}" for i in range(4)),
+    }
+    done = ckptkit.consolidate(root, tmp_path / "out", names="keep")
+    (told,) = [line for line in done.warnings if "master" in line]
+    assert "without parameter names, such as `optimizer_expp_rank_0.fp32_groups." in told
+    assert told.endswith("the output has the 16-bit weights")

@@ -405,8 +405,8 @@ def test_one_process_only(url: str, hub: Hub, small: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "kind", "words"),
     [
-        ("hf://datasets/org/name", Unsupported, "repositories of models only"),
-        ("hf://spaces/org/name", Unsupported, "repositories of models only"),
+        ("hf://datasets/org/name", Usage, "does not write to `hf://datasets/org/name`"),
+        ("hf://spaces/org/name", Usage, "does not write to `hf://spaces/org/name`"),
         (f"hf://org/name@{'0' * 40}", Usage, "a commit cannot be written to"),
         ("hf://buckets/org/many", Usage, "is a whole bucket"),
         ("hf://nobody/name", IOFailure, "403"),

@@ -52,6 +52,8 @@ def prove(tmp_path: Path, *changes: tuple[str, str], **options: Any) -> dict[str
         (_MAIN, "import time; time.sleep(60)", "run", "did not end: still running after 3 s: see where it hangs"),
         (_MAIN, "sys.exit(2)", "run", "the script failed: exit code 2"),
         ('if saved:', 'if saved and 1 / 0:', "resume", "does not resume from step_4: exit code 1: ZeroDivision"),
+        (_MAIN, f"{_MAIN}; print('bye'); 'resumed' in sys.argv[1] and sys.exit(134)", "resume",
+         "the script resumes from step_4, saves step 8, and then fails: exit code 134: "),
         ('"loss": float', '"error": float', "losses are finite", "no line with the key loss in {run}/metrics.jsonl"),
     ],
 )  # fmt: skip
