@@ -62,10 +62,11 @@ class RunBackend(Protocol):
     def pruning(self) -> AbstractContextManager[None]:
         """Return a context for `delete_checkpoint`. Raises `Occupied` if another process has the lock for deleting."""
 
-    def delete_checkpoint(self, checkpoint: Path) -> tuple[str, ...]:
+    def delete_checkpoint(self, checkpoint: Path, *, by_trainer: bool = False) -> tuple[str, ...]:
         """Delete a checkpoint, unless it is protected by now. Call it inside `with pruning()`.
 
-        Returns the reasons of the protection, () after the deletion. The deletion is atomic for readers, even if it is
+        With `by_trainer`, the trainer has chosen it now, and does not protect the best that it recorded before. Returns
+        the reasons of the protection, () after the deletion. The deletion is atomic for readers, even if it is
         interrupted. Raises `IOFailure` if a file cannot be deleted; the next `delete_checkpoint` continues.
         """
 
