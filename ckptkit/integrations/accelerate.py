@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,11 +20,10 @@ from accelerate import Accelerator, DistributedType, checkpointing
 from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, too_small_error, warn
-from ckptkit.hub.cp import cp
 from ckptkit.integrations.background import BackgroundSaver, replaced
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import list_directories
-from ckptkit.io.path import is_remote, to_path
+from ckptkit.io.path import is_remote
 from ckptkit.runs.keeper import open_run_backend
 from ckptkit.runs.prune import execute_prune, prune
 from ckptkit.training.saving.run import failed_deletions_as_warnings
@@ -129,23 +126,8 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
             # Accelerate would take hidden entries, such as pins and the files of a killed save, for checkpoints
             folder = Path(self.project_dir, "checkpoints")
             input_dir = self._saver.ranks.run_on_first_rank(lambda: find_newest(folder))
-        if input_dir is None or not is_remote(path := to_path(input_dir)):
-            super().load_state(input_dir, *arguments, **options)
-            return
-        with self._downloaded(path) as local:
-            super().load_state(str(local), *arguments, **options)
-
-    @contextmanager
-    def _downloaded(self, path: Path) -> Iterator[Path]:
-        """Copy a checkpoint from a store to a temporary directory of each machine, for the time of the block."""
-        folder = Path(self._saver.ranks.run_on_first_rank(lambda: tempfile.mkdtemp(prefix="ckptkit-")))
-        try:
-            self._saver.ranks.run_on_all_ranks(lambda: self.is_local_main_process and cp(path, folder / path.name))
-            yield folder / path.name
-            self.wait_for_everyone()  # not after an error, which may be of this rank alone
-        finally:
-            if self.is_local_main_process:
-                shutil.rmtree(folder, ignore_errors=True)
+        with self._saver.local_copy(input_dir, is_first_on_machine=self.is_local_main_process) as local:
+            super().load_state(local, *arguments, **options)
 
 
 def add_manifest(directory: Path, path: Path) -> None:

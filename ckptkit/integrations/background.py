@@ -6,9 +6,10 @@ thread: those that it passes to `torch.distributed.checkpoint.save`, and those t
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -21,11 +22,12 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.errors import IOFailure, first_of, warn
 from ckptkit.hub.cp import cp
-from ckptkit.io.path import is_remote
+from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.staging import Stage, errors_naming_destination
+from ckptkit.runs.keeper import open_run_backend
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
-from ckptkit.training.saving.run import ignore_torch_warnings
+from ckptkit.training.saving.run import failed_deletions_as_warnings, ignore_torch_warnings
 from ckptkit.training.saving.save import Saver, copy_to_cpu
 
 WriteState = Callable[[Path, Any], object]
@@ -38,8 +40,8 @@ class BackgroundSaver:
     A directory appears under its name when all ranks have written it, so the ranks must share a file system. A
     directory in a store is written to the temporary directory first, and then copied.
 
-    Only `save` and `ranks` are collective. A rank that fails before the first save can therefore call `wait` and `then`
-    alone. Before the first save the saver can be pickled.
+    Only `save`, `ranks` and `local_copy` are collective. A rank that fails before the first save can therefore call
+    `wait` and `then` alone. Before the first save the saver can be pickled.
     """
 
     def __init__(self, make_ranks: Callable[[], Ranks] = Ranks.in_separate_group) -> None:
@@ -75,7 +77,6 @@ class BackgroundSaver:
             # of them stops doing so, it writes its shards now, into the same hidden directory
             with replaced(dcp, "save", partial(self._defer_shards, dcp.save)):
                 copies = self.ranks.run_on_all_ranks(partial(self._write_and_copy, write))
-            self.ranks.run_on_first_rank(partial(move_up, self._folder))
             writes = [
                 partial(write_state, stage.path / name, copy)
                 for (write_state, name, _), copy in zip(self._deferred, copies, strict=True)
@@ -109,6 +110,28 @@ class BackgroundSaver:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.result()
+
+    @contextmanager
+    def local_copy(self, source: Any, *, is_first_on_machine: bool) -> Iterator[Any]:
+        """Copy a checkpoint, or the latest one of a run, from a store to a temporary directory of each machine.
+
+        The directory exists for the time of the block. A `source` that is not in a store is returned unchanged.
+        """
+        self.wait()
+        path = to_path(source) if isinstance(source, str | os.PathLike) else None
+        if not is_remote(path):
+            yield source
+            return
+        folder = Path(self.ranks.run_on_first_rank(lambda: tempfile.mkdtemp(prefix="ckptkit-")))
+        local = folder / path.name
+        try:
+            self.ranks.run_on_all_ranks(lambda: is_first_on_machine and cp(drop_cached_listing(path), local))
+            yield str(local)
+            # the others may still read it; not after an error, which may be of this rank alone
+            self.ranks.run_on_all_ranks(lambda: None)
+        finally:
+            if is_first_on_machine:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _write_and_copy(self, write: Callable[[Path], object]) -> list[Any]:
         """Let the library write, and return copies of the states that it deferred."""
@@ -149,6 +172,7 @@ class BackgroundSaver:
         """Write the states and make the directory visible. Runs in the thread."""
         try:
             with errors_naming_destination(stage.dst):
+                self.ranks.run_on_first_rank(partial(move_up, stage.path / path.name))
                 self.ranks.run_on_all_ranks(lambda: [write() for write in writes])
                 self.ranks.run_on_first_rank(stage.commit)
             if is_remote(path):
@@ -200,6 +224,15 @@ def copy_to_store(source: Path, destination: Path, *, overwrite: bool) -> None:
     """Copy a checkpoint to a store. Hidden entries, which `cp` leaves out, are a warning."""
     if left_out := cp(source, destination, overwrite=overwrite).left_behind:
         warn(f"{destination}: not copied: {first_of([entry.name for entry in left_out], _MOST_NAMED)}")
+
+
+def delete_in_store(run: Path, checkpoints: Callable[[], Iterable[Path]]) -> None:
+    """Delete those checkpoints of a run in a store that the trainer no longer keeps. An error is a warning."""
+    with failed_deletions_as_warnings():
+        keeper = open_run_backend(run)
+        with keeper.pruning():
+            for checkpoint in checkpoints():
+                keeper.delete_checkpoint(checkpoint, by_trainer=True)
 
 
 def discard(stage: Stage, path: Path) -> None:

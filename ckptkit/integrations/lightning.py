@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, ParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,10 +30,11 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.open import LazyCheckpoint
-from ckptkit.errors import Corrupt, Usage, translate_os_errors, warn
+from ckptkit.errors import Corrupt, Unsupported, Usage, translate_os_errors, warn
 from ckptkit.formats import decompress_entries
-from ckptkit.integrations.background import BackgroundSaver
-from ckptkit.io.path import to_local_path
+from ckptkit.integrations.background import BackgroundSaver, delete_in_store
+from ckptkit.io.destination import to_destination
+from ckptkit.io.path import drop_cached_listing, is_remote, to_live_path, to_path
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.runs.deletion import delete_checkpoint, deleting, is_being_handled, is_pinned
 from ckptkit.runs.retention import readers_in
@@ -68,12 +69,12 @@ class CkptkitIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save a checkpoint to directory `path`, and replace an existing one. Raises a `CkptError`."""
+        """Save a checkpoint to directory or URL `path`, and replace an existing one. Raises a `CkptError`."""
         if storage_options is not None:
-            raise Usage("storage options are not supported: the plugin writes to local directories")
+            raise Usage("storage options are not supported")
         if FORM in checkpoint:
             raise Usage(f"expected another name than `{FORM}`, which ckptkit uses itself")
-        directory = to_local_path(path)
+        directory = to_destination(path)
         if isinstance(find_calling_strategy(), FSDPStrategy | ModelParallelStrategy):
             words = "wrote one file as Lightning does, without checksums, because this strategy loads only such a file"
             warn(f"{directory} is {words}")
@@ -104,9 +105,10 @@ class CkptkitIO(TorchCheckpointIO):
         """
         if self._saver is not None:
             self._saver.wait()
-        if Path(path).is_file():
-            return super().load_checkpoint(Path(path), map_location, weights_only)
-        layout = decompress_entries(Checkpoint.open(path).layout)
+        source = drop_cached_listing(to_path(path))
+        if source.is_file():
+            return super().load_checkpoint(str(source), map_location, weights_only)
+        layout = decompress_entries(Checkpoint.open(source).layout)
         read = read_entry_bytes if weights_only is False else entry_as_torch_save
         entries = {name: torch.load(read(layout, name), weights_only=False) for name in layout.blobs}
         if FORM not in entries:
@@ -127,10 +129,7 @@ class CkptkitIO(TorchCheckpointIO):
 
         Renames it to a hidden name first.
         """
-        if self._saver is not None:
-            self._saver.then(partial(delete_unless_protected, Path(path)))
-        else:
-            delete_unless_protected(Path(path))
+        remove_checkpoint(path, self._saver)
 
     def teardown(self) -> None:
         """Wait for the last save."""
@@ -139,7 +138,7 @@ class CkptkitIO(TorchCheckpointIO):
         super().teardown()
 
 
-class _SavesInBackground(Strategy):
+class _SavesInBackground(ParallelStrategy):
     """Mixin for Lightning's strategies: saves shards in the background."""
 
     @cached_property
@@ -147,23 +146,30 @@ class _SavesInBackground(Strategy):
         return BackgroundSaver()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save a checkpoint to directory `filepath`, and replace an existing one. Raises a `CkptError` on all ranks."""
+        """Save a checkpoint to directory or URL `filepath`, and replace an existing one.
+
+        Raises a `CkptError` on all ranks.
+        """
         save = super().save_checkpoint
+        path = to_destination(self.broadcast(filepath))
         weights = checkpoint.get("state_dict", {}).values()
         if storage_options is not None or not any(isinstance(one, DTensor | ShardedTensor) for one in weights):
-            save(checkpoint, filepath, storage_options)  # a full model
+            if is_remote(path):
+                hint = "save shards, or save to a local directory"
+                raise Unsupported("Lightning itself saves a full model, and only locally", path=path, hint=hint)
+            save(checkpoint, filepath, storage_options)
             return
-        path = to_local_path(self.broadcast(filepath))
         save_in_background(self._saver, path, lambda folder: save(checkpoint, folder))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self._saver.wait()
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        source = self.broadcast(checkpoint_path)
+        with self._saver.local_copy(source, is_first_on_machine=self.local_rank == 0) as local:
+            return super().load_checkpoint(local, weights_only)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint when the one being saved is visible. See `CkptkitIO.remove_checkpoint`."""
         if self.is_global_zero:
-            self._saver.then(partial(delete_unless_protected, Path(filepath)))
+            remove_checkpoint(filepath, self._saver)
 
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is visible. Raises the error of any rank on all ranks."""
@@ -199,11 +205,30 @@ def save_in_background(saver: BackgroundSaver, path: Path, write: Callable[[Path
         saver.wait()
 
 
+def remove_checkpoint(filepath: str | os.PathLike[str], saver: BackgroundSaver | None) -> None:
+    """Delete a checkpoint when the one being saved is visible, unless it is protected.
+
+    ModelCheckpoint keeps a checkpoint of another directory, from which a training was resumed, only if it is local.
+    """
+    path, strategy = to_live_path(filepath), find_calling_strategy()
+    if is_remote(path) and strategy is not None and strategy.lightning_module is not None:
+        callbacks = strategy.lightning_module.trainer.checkpoint_callbacks
+        if path.parent not in [to_live_path(getattr(callback, "dirpath", None) or "") for callback in callbacks]:
+            return
+    if saver is None:
+        delete_unless_protected(path)
+    else:
+        saver.then(partial(delete_unless_protected, path))
+
+
 def delete_unless_protected(path: Path) -> None:
     """Delete a checkpoint, unless it is pinned, in use by a watch, or read by another entry of the run.
 
     Renames a directory to a hidden name first. An error is a warning.
     """
+    if is_remote(path):
+        delete_in_store(path.parent, lambda: [path])
+        return
     with failed_deletions_as_warnings(), translate_os_errors(path):
         if not path.is_dir():
             TorchCheckpointIO().remove_checkpoint(path)

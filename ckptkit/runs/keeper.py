@@ -88,10 +88,11 @@ class RunBackend(Protocol):
     def pruning(self) -> AbstractContextManager[None]:
         """Return a context for `delete_checkpoint`. Raises `Occupied` if another process has the lock for deleting."""
 
-    def delete_checkpoint(self, checkpoint: Path) -> tuple[str, ...]:
+    def delete_checkpoint(self, checkpoint: Path, *, by_trainer: bool = False) -> tuple[str, ...]:
         """Delete a checkpoint, unless it is protected by now. Call it inside `with pruning()`.
 
-        Returns the reasons of the protection, () after the deletion. The deletion is atomic for readers, even if it is
+        With `by_trainer`, the trainer has chosen it now, and does not protect the best that it recorded before. Returns
+        the reasons of the protection, () after the deletion. The deletion is atomic for readers, even if it is
         interrupted. Raises `IOFailure` if a file cannot be deleted; the next `delete_checkpoint` continues.
         """
 
@@ -179,13 +180,18 @@ def values_at_key(path: Path, key: KeyPath) -> Iterator[object]:
         return
 
 
-def reasons_to_keep(checkpoint: Path) -> Iterator[str]:
-    """Yield the reasons to keep a checkpoint in one directory of a run: pin, latest-checkpoint file, best metric."""
+def reasons_to_keep(checkpoint: Path, *, by_trainer: bool = False) -> Iterator[str]:
+    """Yield the reasons to keep a checkpoint in one directory of a run: pin, latest-checkpoint file, best metric.
+
+    The best metric is no reason with `by_trainer`: see `RunBackend.delete_checkpoint`.
+    """
     if is_pinned(checkpoint):
         yield "pinned"
     yield from (
         f"`{tracker.name}` names it" for tracker in trackers_in(checkpoint.parent) if tracker.is_naming(checkpoint)
     )
+    if by_trainer:
+        return
     # trainers record the best checkpoint in a small file of the run, or in an entry of a checkpoint
     run, best = checkpoint.parent, dict[str, None]()
     for directory in (run, *list_directories(run)):
@@ -221,8 +227,8 @@ class LocalKeeper:
                 remove_dead_leftovers(directory)
             yield
 
-    def delete_checkpoint(self, checkpoint: Path) -> tuple[str, ...]:
-        reasons = self.find_protections(checkpoint)
+    def delete_checkpoint(self, checkpoint: Path, *, by_trainer: bool = False) -> tuple[str, ...]:
+        reasons = self.find_protections(checkpoint, by_trainer=by_trainer)
         if not reasons:
             delete_checkpoint(checkpoint)
         return reasons
@@ -236,10 +242,10 @@ class LocalKeeper:
             is_being_written = any(is_locked(lock_path(path)) for path in local_paths_of(checkpoint))
         return "being written" if is_being_written else None
 
-    def find_protections(self, checkpoint: Path) -> tuple[str, ...]:
+    def find_protections(self, checkpoint: Path, *, by_trainer: bool = False) -> tuple[str, ...]:
         """Return the reasons that protect a checkpoint, in any directory of the run."""
         paths = [root / checkpoint.name for root in local_paths_of(checkpoint.parent)]
-        reasons = [reason for path in paths for reason in reasons_to_keep(path)]
+        reasons = [reason for path in paths for reason in reasons_to_keep(path, by_trainer=by_trainer)]
         reasons += ["a watch is handling it"] if any(map(is_being_handled, paths)) else []
         return tuple(dict.fromkeys(reasons))
 

@@ -17,12 +17,15 @@ from ckptkit.conversion.convert import convert
 from ckptkit.errors import CkptError, Corrupt
 from ckptkit.runs.pin import pin
 from tests.producers import spawn
+from tests.s3 import Place
 from tests.trainers.produced_lightning import batches, be_torchrun, make_module, make_trainer
 
 pytest.importorskip("lightning")
 
 
-def train(home: Path, steps: int, *, with_plugin: bool = True, resume: Path | None = None, **options: Any) -> Any:
+def train(
+    home: str | Path, steps: int, *, with_plugin: bool = True, resume: str | Path | None = None, **options: Any
+) -> Any:
     """Train with Lightning's Trainer, which saves after each second step."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -172,6 +175,17 @@ def test_mappings_without_tensors_stay_themselves(tmp_path: Path) -> None:
     loaded = CkptkitIO().load_checkpoint(tmp_path / "out", weights_only=False)
     assert same(dict(sorted(loaded.items())), dict(sorted(checkpoint.items())))
     assert type(loaded["callbacks"]["c"]["n"]) is Counter
+
+
+@pytest.mark.slow
+def test_a_training_in_the_foreground_saves_to_a_store_and_resumes_from_it(place: Place, tmp_path: Path) -> None:
+    run = f"s3://{place.name}/run"
+    for home in (str(tmp_path), run):
+        train(home, 2)
+    ours, theirs = (train(home, 6, resume=f"{home}/epoch=0-step=2.ckpt") for home in (run, str(tmp_path)))
+    assert same(dict(ours.model.state_dict()), dict(theirs.model.state_dict()))
+    (saved,) = place.files.ls(f"{place.name}/run", detail=False, refresh=True)
+    assert saved.endswith("-step=6.ckpt")
 
 
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:

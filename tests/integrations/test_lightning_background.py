@@ -19,11 +19,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checks.verify import verify
-from ckptkit.errors import CkptError
+from ckptkit.errors import CkptError, Unsupported
 from ckptkit.io.staging import Stage
 from ckptkit.runs.deletion import deleting
 from ckptkit.runs.pin import pin
 from tests.producers import spawn
+from tests.s3 import Place
 from tests.trainers.produced_lightning import batches, be_torchrun, make_module
 
 pytest.importorskip("lightning")
@@ -35,7 +36,7 @@ FSDP2 = "BackgroundModelParallelStrategy"
 
 
 def make_trainer(
-    home: Path, strategy: str, steps: int, callbacks: Sequence[Any] = (), **options: Any
+    home: str | Path, strategy: str, steps: int, callbacks: Sequence[Any] = (), **options: Any
 ) -> tuple[Any, Any]:
     """A Trainer of Lightning that saves after each second step, and its module. Without a strategy, of one process."""
     import lightning
@@ -77,7 +78,9 @@ def wrap_on_cpu(module: Any) -> None:
         module.net = FullyShardedDataParallel(module.net, device_id=torch.device("cpu"), use_orig_params=True)
 
 
-def fit(home: Path, strategy: str, steps: int, resume: Path | None = None, **options: Any) -> dict[str, Any]:
+def fit(
+    home: str | Path, strategy: str, steps: int, resume: str | Path | None = None, **options: Any
+) -> dict[str, Any]:
     """Train and return the weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -246,3 +249,44 @@ def test_a_full_model_of_a_strategy_is_the_file_of_lightning(tmp_path: Path) -> 
         "net.up.bias",
         "net.down.weight",
     }
+
+
+def names_in_store(place: Place) -> set[str]:
+    return {name.split("/")[2] for name in place.files.find(f"{place.name}/run", refresh=True)}
+
+
+def _fit_in_store(home: Path, run: str, env: dict[str, str]) -> None:
+    be_torchrun()
+    os.environ.update(env)
+    fit(f"{run}/", FSDP2, 4, save_top_k=1)
+    fit(home / "theirs", "ModelParallelStrategy", 4)
+    resumed = fit(home / "resumed", "ModelParallelStrategy", 6, home / "theirs" / "epoch=0-step=4.ckpt")
+    assert same(fit(home / "ours", FSDP2, 6, run), resumed)
+    assert same(fit(home / "named", FSDP2, 6, f"{run}/epoch=0-step=4.ckpt"), resumed)
+    trainer, module = make_trainer(run, FSDP2, 2)
+    trainer.strategy._save_distributed_checkpoint = False
+    with pytest.raises(Unsupported, match="Lightning itself saves a full model, and only locally"):
+        trainer.fit(module, batches())
+
+
+def test_shards_are_saved_to_a_store_and_resumed_from_it(place: Place, tmp_path: Path) -> None:
+    run = f"s3://{place.name}/run"
+    spawn(2, _fit_in_store, tmp_path, run, place.server.env)
+    assert names_in_store(place) == {"epoch=0-step=4.ckpt"}
+    assert all(part.is_ok and part.has_manifest for part in verify(f"{run}/epoch=0-step=4.ckpt"))
+
+
+def test_one_process_saves_to_a_store_and_resumes_from_it(place: Place, tmp_path: Path) -> None:
+    run = f"s3://{place.name}/run"
+    best = {"monitor": "step", "mode": "max"}
+    weights = []
+    for home in (tmp_path, run):
+        fit(home, "", 2)
+        pin(f"{home}/epoch=0-step=2.ckpt")
+        fit(home, "", 4, f"{home}/epoch=0-step=2.ckpt", **best)
+        resume = run if home == run else f"{home}/epoch=0-step=4.ckpt"
+        weights.append(fit(home, "", 8, resume, save_last=True, **best))
+    assert same(*weights)
+    # without step=4, which last.ckpt of step 6 recorded as the best
+    assert names_in_store(place) == {".pins", "epoch=0-step=2.ckpt", "epoch=0-step=8.ckpt", "last.ckpt"}
+    assert all(part.is_ok and part.has_manifest for part in verify(f"{run}/last.ckpt"))

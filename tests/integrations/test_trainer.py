@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 
 from ckptkit.checks.verify import verify
 from ckptkit.conversion.convert import consolidate
-from ckptkit.errors import CkptError
+from ckptkit.errors import CkptError, Unsupported
 from tests.integrations.test_transformers import make_trainer, shard
 from tests.producers import spawn
+from tests.s3 import Place
 from tests.trainers.produced_lightning import be_torchrun
 
 transformers = pytest.importorskip("transformers")
@@ -26,14 +29,14 @@ pytestmark = pytest.mark.slow
 OURS = {"config.json", "ckptkit.json"}  # that the Trainer's own checkpoint lacks
 
 
-def background(home: Path, **options: Any) -> Any:
+def background(home: str | Path, **options: Any) -> Any:
     """Return a Trainer of this rank under FSDP2 that saves in the background."""
     from ckptkit.integrations.trainer import BackgroundTrainer
 
     return plain(home, trainer_class=BackgroundTrainer, **options)
 
 
-def plain(home: Path, **options: Any) -> Any:
+def plain(home: str | Path, **options: Any) -> Any:
     """Return the same Trainer with its own saves."""
     from ckptkit.integrations.transformers import CkptkitCallback
 
@@ -80,15 +83,21 @@ def test_checkpoints_are_those_of_the_trainer(tmp_path: Path) -> None:
     assert all(torch.equal(made[name], tensor) for name, tensor in truth.items())
 
 
-def _keep_two(home: Path) -> None:
-    be_torchrun()
+def train_with_best_second(home: str | Path) -> Any:
+    """Train with evaluations that say that the second checkpoint is the best, and keep one more."""
     options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
     trainer = background(home, **options)
     losses = iter([3.0, 1.0, 2.0, 4.0])
     evaluate = trainer.evaluate
     trainer.evaluate = lambda *args, **more: {**evaluate(*args, **more), "eval_loss": next(losses)}
     trainer.train()
-    assert trainer.state.best_model_checkpoint == str(home / "checkpoint-2")
+    assert trainer.state.best_model_checkpoint == f"{home}/checkpoint-2"
+    return trainer
+
+
+def _keep_two(home: Path) -> None:
+    be_torchrun()
+    train_with_best_second(home)
     dist.barrier()
     assert [path.name for path in sorted(home.glob("checkpoint-*"))] == ["checkpoint-2"]
 
@@ -143,3 +152,65 @@ def _save_in_the_foreground(home: Path) -> None:
 
 def test_a_full_state_dict_and_a_directory_that_exists_are_saved_by_the_trainer_itself(tmp_path: Path) -> None:
     spawn(2, _save_in_the_foreground, tmp_path / "run")
+
+
+def _save_to_store(home: Path, run: str, env: dict[str, str]) -> None:
+    be_torchrun()
+    os.environ.update(env)
+    os.chdir(home)
+    trainer = plain(home / "plain")
+    trainer.train()
+    weights = trained(trainer)
+    best = trained(train_with_best_second(run))
+    assert not any(torch.equal(weights[name], tensor) for name, tensor in best.items())
+    for source, steps in ((f"{run}/checkpoint-2", 2), (True, 0)):  # the latest is at the last step
+        trainer = background(run)
+        started = []
+        trainer.training_step = partial(count_and_call, started, trainer.training_step)
+        trainer.train(resume_from_checkpoint=source)
+        assert len(started) == steps
+        assert trainer.state.best_model_checkpoint == f"{run}/checkpoint-2"
+        assert all(torch.equal(weights[name], tensor) for name, tensor in trained(trainer).items())
+
+
+def count_and_call(calls: list[None], function: Any, *arguments: Any) -> Any:
+    calls.append(None)
+    return function(*arguments)
+
+
+def names_in_store(place: Place) -> set[str]:
+    return {name.split("/")[2] for name in place.files.find(f"{place.name}/run", refresh=True)}
+
+
+def test_a_store_is_saved_to_and_resumed_from(place: Place, tmp_path: Path) -> None:
+    run = f"s3://{place.name}/run"
+    spawn(2, _save_to_store, tmp_path, run, place.server.env)
+    assert names_in_store(place) == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
+    for step in (2, 3, 4):
+        assert all(part.is_ok and part.has_manifest for part in verify(f"{run}/checkpoint-{step}"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "run"]
+
+
+def test_one_process_saves_its_full_model_to_a_store(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptkit.integrations.trainer import BackgroundTrainer
+    from ckptkit.integrations.transformers import CkptkitCallback
+
+    monkeypatch.chdir(tmp_path)
+    run = f"s3://{place.name}/run"
+    options = {"trainer_class": BackgroundTrainer, "use_cpu": True, "save_steps": 1, "save_total_limit": 2}
+    trainer = make_trainer(run, **options)
+    trainer.remove_callback(CkptkitCallback)
+    with pytest.warns(match="does not use FSDP2, so the training waits until checkpoint-. is written"):
+        trainer.train()
+    assert names_in_store(place) == {"checkpoint-3", "checkpoint-4"}
+    assert all(part.is_ok and part.has_manifest for part in verify(f"{run}/checkpoint-3"))
+    other = make_trainer(tmp_path / "other", **options)
+    other.remove_callback(CkptkitCallback)
+    with pytest.warns(match="does not use FSDP2"):
+        other.train(resume_from_checkpoint=f"{run}/checkpoint-3")
+    states = [dict(one.model.state_dict()) for one in (trainer, other)]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+    with pytest.raises(Unsupported, match="push_to_hub needs a local output_dir"):
+        make_trainer(run, push_to_hub=True, **options)

@@ -37,7 +37,7 @@ def train(home: Path, commands: Sequence[str] | None = None, **options: Any) -> 
 
 
 def make_trainer(
-    home: Path,
+    home: str | Path,
     commands: Sequence[str] | None = None,
     steps: int = STEPS,
     trainer_class: type = transformers.Trainer,

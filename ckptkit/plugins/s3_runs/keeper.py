@@ -69,7 +69,7 @@ class S3Keeper:
         self.drop_cached_listings()
         yield
 
-    def delete_checkpoint(self, checkpoint: Path) -> tuple[str, ...]:
+    def delete_checkpoint(self, checkpoint: Path, *, by_trainer: bool = False) -> tuple[str, ...]:
         """Delete a checkpoint unless something protects it, such as an upload that has claimed it.
 
         Returns the reasons why it was kept; empty if it was deleted.
@@ -81,7 +81,7 @@ class S3Keeper:
         if not claim.is_deletion:
             return (f"an {claim.describe()}",)
         self.drop_cached_listings()
-        if reasons := self.find_protections(checkpoint):
+        if reasons := self.find_protections(checkpoint, by_trainer=by_trainer):
             self._drop_claim(checkpoint)
             return reasons
         keys = self._keys_before_claim(checkpoint)
@@ -121,9 +121,9 @@ class S3Keeper:
         is_reused = not Checkpoint.at(checkpoint).is_complete and self._has_new_files(checkpoint)
         return f"files were added after its deletion began, {claim.started}" if is_reused else None
 
-    def find_protections(self, checkpoint: Path) -> tuple[str, ...]:
+    def find_protections(self, checkpoint: Path, *, by_trainer: bool = False) -> tuple[str, ...]:
         """Return the pins and watches that protect a checkpoint, as of the last refresh."""
-        return (*reasons_to_keep(checkpoint), *self._watches_on(checkpoint))
+        return (*reasons_to_keep(checkpoint, by_trainer=by_trainer), *self._watches_on(checkpoint))
 
     def pin(self, checkpoint: Path) -> None:
         """Write the pin object, then wait for a deletion that started before it, at most `_PATIENCE` seconds."""
