@@ -7,12 +7,15 @@ import re
 import shlex
 from collections.abc import Iterable
 from contextlib import suppress
+from operator import methodcaller
 from pathlib import Path
+from typing import Any
 
 from ckptkit.errors import Usage
 
 _SUFFIXES = ("", "k", "M", "G", "T", "P")
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+_DIGITS, _without_zeros = re.compile("([0-9]+)"), methodcaller("lstrip", "0")
 _PLURALS = {"index": "indices", "axis": "axes", "is": "are", "was": "were", "has": "have", "does": "do"}
 
 
@@ -47,10 +50,11 @@ def format_number_ranges(numbers: Iterable[int]) -> str:
     return ",".join("-".join(map(str, bounds)) for bounds in ranges)
 
 
-def natural_sort_key(name: str) -> list[tuple[int, str]]:
+def natural_sort_key(name: str) -> list[Any]:
     """Return a sort key that puts `layers.9` before `layers.10`."""
-    parts = re.split(r"([0-9]+)", name)  # alternates text and digits; without leading zeros, fewer digits sort first
-    return [(len(digits := part.lstrip("0")), digits) if i % 2 else (0, part) for i, part in enumerate(parts)]
+    parts: list[Any] = _DIGITS.split(name)  # alternates text and digits
+    parts[1::2] = [(len(part), part) for part in map(_without_zeros, parts[1::2])]  # fewer digits sort first
+    return parts
 
 
 def escape_control_characters(text: str) -> str:

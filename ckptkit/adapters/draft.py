@@ -199,9 +199,7 @@ def draft_adapter(
     """Plan the output of one adapter: all tensors under PEFT's `names`, in the one file that PEFT looks for."""
     new_name = options.edits.make_renaming()
     new_names = {name: new_name(names[name]) for name in fitted.adapter.layout.tensors if name in names}
-    layout = edits.rename_tensors(
-        edits.select_entries(fitted.adapter.layout, names.__contains__), new_names.__getitem__
-    )
+    layout = edits.rename_tensors(fitted.adapter.layout, new_names)
     came_from = fitted.opened.weights.came_from
     made_of = {new: fitted.opened.weights.origins_of([name]) for name, new in new_names.items()}
     layout, casts = apply_dtypes(layout, dtype_rules, made_of, lambda _: True)

@@ -113,9 +113,7 @@ def open_base_model(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
     opened, config = adapter.opened, adapter.config
     if opened.adapted.base:
         names = {name: own for own, name in opened.adapted.base.items()}
-        layout = edits.rename_tensors(
-            edits.select_entries(opened.weights.layout, names.__contains__), names.__getitem__
-        )
+        layout = edits.rename_tensors(opened.weights.layout, names)
         came_from = {own: opened.weights.came_from[name] for name, own in names.items()}
         weights = replace(opened.weights, layout=layout, came_from=came_from)
         companions = find_companions(opened.part.path, options.base)

@@ -179,7 +179,7 @@ def require_storable_spec(name: str, spec: Spec) -> None:
         raise Unsupported("safetensors cannot store a 0-d tensor of 4-bit numbers", tensor=name)
     if name == "__metadata__":
         raise Unsupported("safetensors reserves this name", tensor=name)
-    if _SURROGATE.search(name):
+    if not name.isascii() and _SURROGATE.search(name):
         raise Unsupported("the name is not valid Unicode", tensor=name, hint="rename the tensor with --rename")
 
 
@@ -227,14 +227,11 @@ def make_header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = 
     """Return a file's header with its length, in the library's order and padding: equal tensors give equal bytes."""
     header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
     at = 0
-    for name in sorted(specs, key=lambda name: (_RANK[specs[name].dtype.name], name.encode("utf-8", "surrogatepass"))):
+    for name in sorted(specs, key=lambda name: (_RANK[specs[name].dtype.name], name)):
         spec = specs[name]
-        header[name] = {
-            "dtype": SPELLINGS[spec.dtype.name],
-            "shape": list(shape_for_header(spec)),
-            "data_offsets": [at, at + spec.nbytes],
-        }
-        at += spec.nbytes
+        start, at = at, at + spec.nbytes
+        shape = list(shape_for_header(spec))
+        header[name] = {"dtype": SPELLINGS[spec.dtype.name], "shape": shape, "data_offsets": [start, at]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
     if len(text) > _LIMIT:

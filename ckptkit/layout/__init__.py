@@ -55,7 +55,7 @@ class Spec:
     @property
     def nbytes(self) -> int:
         """Return the number of bytes, row-major and without padding."""
-        return self.numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype.name}[{','.join(map(str, self.shape))}]"
@@ -332,7 +332,10 @@ class Layout:
     @property
     def paths(self) -> set[str]:
         """Return the names of the files that contain its chunks and blobs, or should contain them."""
-        return {item.path for _, item in self.chunks_and_blobs if item.path}
+        return (
+            {chunk.path for tensor in self.tensors.values() for chunk in tensor.chunks}
+            | {blob.path for blob in self.blobs.values()}
+        ) - {""}
 
     @property
     def files(self) -> set[str]:
@@ -346,7 +349,7 @@ class Layout:
 
     def key(self, name: str) -> KeyPath:
         """Return the key path of `name` in the producer's nested dict."""
-        return self.keys.get(name, (name,))
+        return self.keys.get(name) or (name,)
 
 
 def check_chunks_tile(layout: Layout, report: Report = raise_problem) -> None:

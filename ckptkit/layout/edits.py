@@ -89,27 +89,29 @@ def with_renamed_entries(layout: Layout, names: Mapping[str, str], keys: Mapping
     )
 
 
-def rename_tensors(layout: Layout, new_name: Callable[[str], str]) -> Layout:
-    """Return the same tensors with new names, without blobs and copies. Raises `Mismatch` if two become equal."""
+def rename_tensors(layout: Layout, names: Mapping[str, str]) -> Layout:
+    """Return the tensors in `names`, renamed as it says, without blobs and copies. Raises as `with_new_key_paths`."""
+    require_distinct_names(layout, names)
     alone = replace(layout, blobs={}, twins={}, spares={}, absent={})
-    return replace(with_new_key_paths(alone, {name: (new_name(name),) for name in layout.tensors}), keys={})
+    return with_renamed_entries(alone, names, {})
 
 
 def with_new_key_paths(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:
     """Return the same entries with new key paths. Raises `Mismatch` if names clash, or one is where a dict must be."""
-    old_names: dict[str, str] = {}
-    keys: dict[str, KeyPath] = {}
-    for name in layout.names:
-        key = key_paths[name]
-        new = ".".join(map(str, key))
-        if new in old_names:
-            message = f"`{old_names[new]}` and `{name}` would both get this name"
-            raise Mismatch(message, path=layout.path, tensor=new, hint="change --rename, or drop one with --exclude")
-        old_names[new], keys[new] = name, key
+    names = {name: ".".join(map(str, key_paths[name])) for name in layout.names}
+    require_distinct_names(layout, names)
+    keys = {new: key_paths[old] for old, new in names.items()}
     require_nestable_key_paths(layout, keys)
-    names = {old: new for new, old in old_names.items()}
     names |= {name: ".".join(map(str, key_paths.get(name, (name,)))) for name in layout.absent}
     return with_renamed_entries(layout, names, keys)
+
+
+def require_distinct_names(layout: Layout, names: Mapping[str, str]) -> None:
+    old_names: dict[str, str] = {}
+    for old, new in names.items():
+        if old_names.setdefault(new, old) != old:
+            message = f"`{old_names[new]}` and `{old}` would both get this name"
+            raise Mismatch(message, path=layout.path, tensor=new, hint="change --rename, or drop one with --exclude")
 
 
 def require_nestable_key_paths(layout: Layout, keys: Mapping[str, KeyPath]) -> None:

@@ -138,7 +138,7 @@ def require_equal_tied(layout: Layout, name: str, source: str) -> None:
         hint = f"if both are equal, pass --exclude {name}"
         message = f"tied to `{source}`, and ckptkit cannot compare quantized tensors"
         raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
-    head = locate_all_chunks(edits.rename_tensors(edits.select_entries(layout, name.__eq__), lambda _: source))
+    head = locate_all_chunks(edits.rename_tensors(layout, {name: source}))
     other = locate_all_chunks(edits.select_entries(layout, source.__eq__))
     if head.tensors == other.tensors:
         return

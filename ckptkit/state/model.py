@@ -106,7 +106,7 @@ class Model:
         """Return the model with a new name for each tensor."""
         weights = replace(
             self.weights,
-            layout=edits.rename_tensors(self.layout, new_name),
+            layout=edits.rename_tensors(self.layout, {name: new_name(name) for name in self.layout.tensors}),
             came_from={new_name(name): old for name, old in self.weights.came_from.items()},
         )
         return replace(

@@ -103,11 +103,12 @@ def is_plain_llama(model: Model) -> bool:
 
     Then they need no translation. In other model types the same names may have other contents.
     """
-    llama, shapes = None, model.layout.shapes
+    llama = None
     with suppress(Unsupported):  # config.json lacks a size
         llama = None if model.companions.config is None else find_expected_by_table(model.config)
-    if llama is None or not llama.is_llama or not shapes.keys() <= llama.shapes.keys():
+    if llama is None or not llama.is_llama or not model.layout.tensors.keys() <= llama.shapes.keys():
         return False
+    shapes = model.layout.shapes
     return all(shapes.get(name) == shape for name, shape in llama.parameters.items())
 
 
@@ -254,7 +255,7 @@ def restore_key_paths(model: Model, options: ConvertOptions) -> Model:
     chosen = edits.select_entries(model.part.layout, names.__contains__)
     layout, renamed = rename_parameters(chosen, names, options.edits.make_renaming())
     entry_names = {new: renamed.get(old, old) for new, old in weights.came_from.items()}
-    siblings = tuple(edits.rename_tensors(other, entry_names.__getitem__) for other in model.siblings)
+    siblings = tuple(edits.rename_tensors(other, entry_names) for other in model.siblings)
     came_from = {renamed.get(old, old): old for old in names}
     return replace(model, weights=replace(weights, layout=layout, came_from=came_from), siblings=siblings)
 

@@ -165,7 +165,7 @@ def _save_to_store(home: Path, run: str, env: dict[str, str]) -> None:
     assert not any(torch.equal(weights[name], tensor) for name, tensor in best.items())
     for source, steps in ((f"{run}/checkpoint-2", 2), (True, 0)):  # the latest is at the last step
         trainer = background(run)
-        started = []
+        started: list[Any] = []
         trainer.training_step = partial(count_and_call, started, trainer.training_step)
         trainer.train(resume_from_checkpoint=source)
         assert len(started) == steps
@@ -199,7 +199,12 @@ def test_one_process_saves_its_full_model_to_a_store(
 
     monkeypatch.chdir(tmp_path)
     run = f"s3://{place.name}/run"
-    options = {"trainer_class": BackgroundTrainer, "use_cpu": True, "save_steps": 1, "save_total_limit": 2}
+    options: dict[str, Any] = {
+        "trainer_class": BackgroundTrainer,
+        "use_cpu": True,
+        "save_steps": 1,
+        "save_total_limit": 2,
+    }
     trainer = make_trainer(run, **options)
     trainer.remove_callback(CkptkitCallback)
     with pytest.warns(match="does not use FSDP2, so the training waits until checkpoint-. is written"):

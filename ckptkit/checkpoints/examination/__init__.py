@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from ckptkit.checkpoints.checkpoint import UNREADABLE, Checkpoint
 from ckptkit.checkpoints.examination.facts import Facts, Inconsistency
@@ -31,10 +32,11 @@ from ckptkit.layout.wrappers import may_be_adapted
 
 _FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
 _FEWEST_ALIKE = 3  # with fewer other layers, a layer that differs from them proves nothing
-_EXPERTS = re.compile(r"(?:(.*)\.)?experts\.(.+)")
-_ROUTER = re.compile(r"(?:gate|router)(?:\.(?:gate|layer|linear|wg|proj|classifier))?\.weight|gate_weight")
+_ROUTER_MODULES = ("", ".gate", ".layer", ".linear", ".wg", ".proj", ".classifier")
+_ROUTERS = ("gate_weight", *(f"{name}{module}.weight" for name in ("gate", "router") for module in _ROUTER_MODULES))
 _MATRIX = 2  # dimensions of the weight of one expert
-_HEAD = re.compile(r"(.*\.)?(?:lm_head|embed_out)\.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_HEAD = re.compile(rf"(.*\.)?(?:{'|'.join(map(re.escape, _HEADS))})")
 _EMBEDDING = re.compile(
     r"(?:(?:model|transformer|decoder|gpt_neox|language_model|text_model|backbone)\.)*"
     r"(?:embed_tokens|embed_in|wte|word_embeddings|tok_embeddings)\.weight"
@@ -47,13 +49,13 @@ def find_empty_weights(facts: Facts) -> Iterator[Inconsistency]:
     A rank's shard that was saved in place of the full tensor has shape [0]: a placeholder of ZeRO 3, or of an FSDP1
     rank without a shard of the parameter. An embedding of zero tokens, [0, n], may be intended.
     """
-    specs = {name: facts.layout.tensors[name].spec for name in facts.weights}
-    names = [name for name, spec in specs.items() if not spec.numel and name.endswith((".weight", ".bias"))]
-    if len(names) == len(specs) or may_be_adapted(facts.weights.values()):
+    shapes = facts.layout.shapes
+    names = [name for name in facts.weights if 0 in shapes[name] and name.endswith((".weight", ".bias"))]
+    if len(names) in (0, len(facts.weights)) or may_be_adapted(facts.weights.values()):
         return
     for name in names:
-        code = "empty_weight" if specs[name].shape == (0,) else "empty_tensor"
-        yield Inconsistency(code, name, {"found": list(specs[name].shape)})
+        code = "empty_weight" if shapes[name] == (0,) else "empty_tensor"
+        yield Inconsistency(code, name, {"found": list(shapes[name])})
 
 
 def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
@@ -120,10 +122,9 @@ def odd_tensors_by_layer(facts: Facts, numbered: Mapping[int, Mapping[str, str]]
 
 def find_misfit_biases(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the biases that fit no axis of their matrix. A packed matrix proves nothing."""
-    entries = {path: name for name, path in facts.weights.items()}
-    for path, name in entries.items():
-        weight = entries.get(f"{path.removesuffix('.bias')}.weight")
-        if weight is None or not path.endswith(".bias"):
+    for path, name in facts.entries_by_path.items():
+        weight = facts.entries_by_path.get(f"{path.removesuffix('.bias')}.weight") if path.endswith(".bias") else None
+        if weight is None:
             continue
         bias_spec, spec = facts.layout.tensors[name].spec, facts.layout.tensors[weight].spec
         is_matrix = len(spec.shape) == _MATRIX and spec.dtype.kind == "float" and len(bias_spec.shape) == 1
@@ -134,10 +135,10 @@ def find_misfit_biases(facts: Facts) -> Iterator[Inconsistency]:
 def find_misfit_heads(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the heads that have another number of rows than the only embedding of tokens of the same model."""
     for head, path in facts.weights.items():
-        match = _HEAD.fullmatch(path)
-        above = match[1] or "" if match else None
-        if above is None:
+        match = _HEAD.fullmatch(path) if path.endswith(_HEADS) else None
+        if match is None:
             continue
+        above = match[1] or ""
         embeddings = [
             name
             for name, other in facts.weights.items()
@@ -156,15 +157,13 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
     layers: dict[str, dict[str, int]] = defaultdict(dict)
     numbered: dict[str, set[int]] = defaultdict(set)
     for name, path in facts.weights.items():
-        match = _EXPERTS.fullmatch(path)
-        shape = facts.layout.tensors[name].spec.shape
-        if match is None:
+        above, is_of_experts, rest = f".{path}".rpartition(".experts.")
+        if not is_of_experts:
             continue
-        above, rest = match[1] or "", match[2]
-        if rest.partition(".")[0].isdecimal():
-            numbered[above].add(int(rest.partition(".")[0]))
-        elif len(shape) > _MATRIX:
-            layers[above][name] = shape[0]
+        if (number := rest.partition(".")[0]).isdecimal():
+            numbered[above[1:]].add(int(number))
+        elif len(shape := facts.layout.tensors[name].spec.shape) > _MATRIX:
+            layers[above[1:]][name] = shape[0]
     for experts in layers.values():
         first, count = next(iter(experts.items()))
         for name, other in experts.items():
@@ -172,20 +171,11 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
                 yield Inconsistency("experts", name, {"expected": count, "other": first, "found": other})
     counts = {above: next(iter(experts.values())) for above, experts in layers.items()}
     counts |= {above: 1 + max(numbers) for above, numbers in numbered.items()}
-    for name, path in facts.weights.items() if counts else ():
-        above, shape = find_layer_of_router(path, counts), facts.layout.tensors[name].spec.shape
-        if above is not None and len(shape) == _MATRIX and counts[above] not in shape:
-            yield Inconsistency("router", name, {"expected": counts[above], "found": shape[0]})
-
-
-def find_layer_of_router(path: str, layers: dict[str, int]) -> str | None:
-    """Return the layer whose experts a router tensor selects; None if the tensor is not a router."""
-    steps = path.split(".")
-    for at in range(max(0, len(steps) - 3), len(steps)):
-        above, rest = ".".join(steps[:at]), ".".join(steps[at:])
-        if above in layers and _ROUTER.fullmatch(rest):
-            return above
-    return None
+    for (above, count), router in product(counts.items(), _ROUTERS):
+        name = facts.entries_by_path.get(f"{above}.{router}".removeprefix("."), "")
+        shape = facts.layout.tensors[name].spec.shape if name else ()
+        if len(shape) == _MATRIX and count not in shape:
+            yield Inconsistency("router", name, {"expected": count, "found": shape[0]})
 
 
 Rule = Callable[[Facts], Iterator[Inconsistency]]

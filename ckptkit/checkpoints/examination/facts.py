@@ -27,7 +27,7 @@ from ckptkit.layout.wrappers import may_be_adapted, without_ddp, without_inner_p
 from ckptkit.models.names.parameters import FLATTENED, split_flattened_key
 from ckptkit.models.names.weights import training_state_names
 
-_NUMBERED = re.compile(r"(.*?\b(?:layers|layer|h|blocks|block|experts))\.(\d+)\.(.+)")
+_NUMBERED = re.compile(r"\b(?:layers|layer|h|blocks|block|experts)\.(\d+)\.(?=.)")
 _STATE, _GROUPS = "state", "param_groups"
 _UNREADABLE = (Corrupt, Unsafe, Unsupported)  # `verify` reports such entries in more detail
 
@@ -57,16 +57,19 @@ class Facts:
         return {name: ".".join(map(str, key)) for name, key in keys.items() if _STATE not in key[:-1]}
 
     @cached_property
+    def entries_by_path(self) -> Mapping[str, str]:
+        """Return the name in the checkpoint of each weight, by its dotted key path."""
+        return {path: name for name, path in self.weights.items()}
+
+    @cached_property
     def numbered_modules(self) -> Members:
         """Return the tensors in each list of layers or experts, also nested; {} for an adapter: it has few layers."""
         members: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
         if may_be_adapted(self.weights.values()):
             return {}
         for name, path in self.weights.items():
-            at = 0
-            while match := _NUMBERED.match(path, at):
-                members[path[: match.end(1)]][int(match[2])][match[3]] = name
-                at = match.start(3)
+            for match in _NUMBERED.finditer(path):
+                members[path[: match.start(1) - 1]][int(match[1])][path[match.end() :]] = name
         return members
 
     @cached_property

@@ -281,7 +281,11 @@ def with_unflattened_states(layout: Layout, report: Report) -> Layout:
     Locates their chunks, which costs two small reads each. Reports a chunk that cannot be located and leaves its tensor
     unchanged, as well as all other tensors, and states whose parameter is missing.
     """
-    shapes = {name: shape for name in layout.tensors if (shape := find_shape_of_parameter(layout, name)) is not None}
+    shapes = {
+        name: shape
+        for name, key in layout.keys.items()
+        if len(key) > 2 and name in layout.tensors and (shape := find_shape_of_parameter(layout, name)) is not None
+    }
     if not shapes:
         return layout
     located = locate_in_archives(select_entries(replace(layout, blobs={}), shapes.__contains__), report)

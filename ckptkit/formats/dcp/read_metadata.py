@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +207,12 @@ def pop_location_columns(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Col
 def boxes_of_chunks(chunks: list[Any]) -> list[Box]:
     """Return the box of each `ChunkStorageMetadata` in a list, in order."""
     boxes: list[Box] = []
-    for is_table, group in groupby(chunks, lambda record: isinstance(record, InstanceTable)):
-        records = list(group)
-        pairs = (
-            [record.columns(_CHUNK_FIELDS) for record in records]
-            if is_table
-            else [attribute_columns(records, _CHUNK_FIELDS)]
-        )
-        for starts, sizes in pairs:
-            boxes += map(Box, as_shapes(list(starts)), as_shapes(list(sizes)))
+    for record in chunks:
+        if type(record) is InstanceTable:
+            boxes += map(Box, *map(as_shapes, record.columns(_CHUNK_FIELDS)))
+        else:
+            offsets, sizes = map(record.attributes().__getitem__, _CHUNK_FIELDS)
+            boxes.append(Box(as_shape(offsets), as_shape(sizes)))
     return boxes
 
 
@@ -248,7 +244,7 @@ def read_key_paths(metadata: Attributes, file: Path) -> dict[str, KeyPath]:
     if not isinstance(recorded, dict) or not recorded:
         return {}
     for name, steps in recorded.items():
-        is_path = isinstance(steps, tuple) and steps and all(type(step) in (str, int) for step in steps)
+        is_path = isinstance(steps, tuple) and steps and {str, int}.issuperset(map(type, steps))
         if type(name) is not str or not is_path:
             raise Corrupt("`planner_data` has a key path that is not a tuple of names and positions", path=file)
         if ".".join(map(str, steps)) != name:

@@ -167,7 +167,7 @@ def attribute_columns(instances: Sequence[FlatInstance], names: Sequence[str]) -
         rows = []
     name_rows, values = rows[::2], rows[1::2]
     is_alike = bool(rows) and len(name_rows) == len(values) <= len(names)
-    if is_alike and all(row.count(name) == len(row) for row, name in zip(name_rows, names, strict=False)):
+    if is_alike and name_rows == [(name,) * len(states) for name in names[: len(name_rows)]]:
         return [*values, *[[None] * len(instances)] * (len(names) - len(name_rows))]
     attributes = [instance.attributes() for instance in instances]
     return [[by_name.get(name) for by_name in attributes] for name in names]
@@ -199,13 +199,13 @@ class Dict(dict[Any, Any]):
     __slots__ = ()
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if InstanceTable in (type(key), type(value)):
+        if type(key) is InstanceTable or type(value) is InstanceTable:  # `in` would compare each `Global`
             # a table of keys and values has the value None
             if not (isinstance(key, InstanceTable) and key.has_pairs and value is None):
                 raise NotTabular
-        elif not isinstance(key, (str, FlatInstance)):
+        elif type(key) is not str and not isinstance(key, FlatInstance):
             require_cheap_hash(key)
-        super().__setitem__(key, value)
+        dict.__setitem__(self, key, value)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from ckptkit.errors import Unsupported
 # `persistent_load` gets None for an empty dict, () for an empty set, and for any other id a 1-tuple of the id
 _CALLS = {b"}": b"NQ", b"\x8f": b")Q", b"Q": b"\x85Q"}  # EMPTY_DICT, EMPTY_SET, BINPERSID
 _STOP, _FRAME, _LONG_BINPUT = b".", b"\x95", b"r"
-_APPENDS = b"e"  # replaces SETITEMS and BUILD of a flat instance, which has no EMPTY_DICT
+APPENDS = b"e"  # replaces SETITEMS and BUILD of a flat instance, which has no EMPTY_DICT
 _SHORTER = 2  # bytes by which a flat instance is shorter
 _AT_ONCE = 64  # pieces that are joined per read
 # opcode: width of its length in bytes
@@ -104,7 +104,7 @@ class SanitizedPickle(RawIOBase):
             if flat_ones and flat_ones[-1][-1]:
                 del flat_ones[-1]
             if flat_ones:
-                flat = _APPENDS.join(map(b"".join, flat_ones)) + _APPENDS
+                flat = APPENDS.join(map(b"".join, flat_ones)) + APPENDS
                 yield data[done:at] + flat
                 at = done = at + len(flat) + _SHORTER * len(flat_ones)
                 if tables:

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ckptkit.formats.pickles.opcodes import SHORT, WITH_OPERANDS, counted_pattern
+from ckptkit.formats.pickles.opcodes import APPENDS, SHORT, WITH_OPERANDS, counted_pattern
 
 _WINDOW = 1 << 16  # bytes per search
 _FEWEST = 8  # rows; shorter tables are not worth it
@@ -126,14 +126,17 @@ class Tables:
 
     def _replace_instances(self, at: int) -> tuple[bytes, int] | None:
         """Return the replacement for the instances at an offset, and the offset after them; None for too few."""
-        if self._is_off or self._memo_size < _FEWEST_BEFORE:
-            return None
-        first = find_shape_at(self._data, at)
+        is_on = not self._is_off and self._memo_size >= _FEWEST_BEFORE
+        first = find_shape_at(self._data, at) if is_on else None
         if first is None:
             return None
         shapes: tuple[InstanceShape, ...] = (first[0],)
         second = find_shape_at(self._data, first[1])
         if second is not None and second[0].of != first[0].of:
+            if self._is_key_next is False:  # pass on the value, as a flat instance: a table begins with a key
+                self.record_unchanged(at, first[1])
+                self._is_key_next, state = True, at + len(first[0].of) + len(b")\x81\x94")
+                return self._data[at:state] + self._data[state + 1 : first[1] - 2] + APPENDS, first[1]
             if not self._is_key_next:
                 return None
             shapes = (first[0], second[0])

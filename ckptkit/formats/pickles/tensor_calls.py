@@ -5,6 +5,7 @@ Source: torch/_utils.py, torch/_tensor.py and torch/serialization.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -230,7 +231,7 @@ def as_shape(value: object) -> Shape:
     return shape
 
 
-def as_shapes(values: list[Any]) -> list[Shape]:
+def as_shapes(values: Sequence[Any]) -> Sequence[Shape]:
     """Return each value as `as_shape` does; fast for tuples of integers, which are not checked for negative numbers."""
     if {tuple}.issuperset(map(type, values)) and {int}.issuperset(map(type, chain.from_iterable(values))):
         return values

@@ -16,7 +16,7 @@ from shlex import quote
 
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout import OWN, KeyPath, Layout
-from ckptkit.layout.edits import rename_tensors, select_entries
+from ckptkit.layout.edits import rename_tensors
 from ckptkit.layout.wrappers import find_average_kind, without_ddp, without_inner_prefixes
 from ckptkit.models.names.copies import find_copies_in
 from ckptkit.words import count
@@ -89,19 +89,21 @@ def find_weights(layout: Layout) -> Weights:
     """Return the model's tensors in a checkpoint with any nesting. Raises `Mismatch` if there are none."""
     prefix, training_at = find_model_key_and_training_state(layout)
     training = training_at[-1]
-    check_ranks_agree(layout, prefix, training)
+    if OWN in training_at[0]:
+        check_ranks_agree(layout, prefix, training)
     below = {name: key[len(prefix) :] for name, key in keys_below(layout, prefix)}
     names = {
         name: without_inner_prefixes(".".join(map(str, key))) for name, key in below.items() if key[0] not in training
     }
     averaged = names_without_average(layout, prefix, names)
     counters, names = names.keys() - averaged.keys(), without_ddp(averaged)
-    weights = rename_tensors(select_entries(layout, names.__contains__), names.__getitem__)
+    weights = rename_tensors(layout, names)
     others = [name for name in layout.names if name not in names]
     left_out = reasons_not_in_model(layout, prefix, training_at, others)
     left_out |= dict.fromkeys(sorted(counters), AVERAGE)
     of_training = [name for name, why in left_out.items() if why == TRAINING]
-    left_out |= dict.fromkeys(find_copies_in(layout, of_training, weights.shapes), COPY)
+    if of_training:
+        left_out |= dict.fromkeys(find_copies_in(layout, of_training, weights.shapes), COPY)
     return Weights(weights, prefix, {new: old for old, new in names.items()}, left_out, layout)
 
 
@@ -214,23 +216,19 @@ def keys_below(layout: Layout, prefix: KeyPath) -> Iterator[tuple[str, KeyPath]]
     """Yield name and key path of every tensor under `prefix`."""
     for name in layout.tensors:
         key = layout.key(name)
-        if key[: len(prefix)] == prefix and len(key) > len(prefix):
+        if len(key) > len(prefix) and key[: len(prefix)] == prefix:
             yield name, key
 
 
 def training_state_names(layout: Layout) -> set[str]:
     """Return the tensors that belong to training state, at any depth."""
     keys = {name: layout.key(name) for name in layout.names}
-    optimizers = {
-        key[:at] for key in keys.values() for at, step in enumerate(key) if at and str(step).startswith("param_groups")
-    }
-
-    def is_of_training(name: str) -> bool:
-        above = accumulate((step,) for step in keys[name][:-1])
-        is_below = any(key in optimizers or str(key[-1]).startswith(_TRAINING_STATE) for key in above)
-        return is_below or is_in_flat_optimizer(layout, name)
-
-    return set(filter(is_of_training, layout.tensors))
+    dicts = {key[:-1]: set(accumulate((step,) for step in key[:-1])) for key in keys.values()}  # each with those above
+    above = set().union(*dicts.values())
+    optimizers = {key[:-1] for key in (*above, *keys.values()) if str(key[-1]).startswith("param_groups")}
+    training = {key for key in above if key in optimizers or str(key[-1]).startswith(_TRAINING_STATE)}
+    of_training = {key for key, of in dicts.items() if of & training}
+    return {name for name in layout.tensors if keys[name][:-1] in of_training or is_in_flat_optimizer(layout, name)}
 
 
 def is_in_flat_optimizer(layout: Layout, name: str) -> bool:
@@ -240,17 +238,11 @@ def is_in_flat_optimizer(layout: Layout, name: str) -> bool:
 
 def training_state_keys(layout: Layout, prefix: KeyPath) -> set[str | int]:
     """Return the steps below `prefix` that lead to training state: by their name, or because `param_groups` follow."""
-    steps: set[str | int] = set()
     depth = len(prefix)
-    for name in (*layout.tensors, *layout.blobs):
-        key = layout.key(name)
-        if key[:depth] != prefix or len(key) <= depth:
-            continue
-        leads_on = len(key) > depth + 1
-        is_named = leads_on and str(key[depth]).startswith(_TRAINING_STATE)
-        has_groups = leads_on and str(key[depth + 1]).startswith("param_groups")
-        if is_in_flat_optimizer(layout, name) or is_named or has_groups:
-            steps.add(key[depth])
+    keys = [key for key in map(layout.key, layout.names) if len(key) > depth + 1 and key[:depth] == prefix]
+    steps = {step for step in {key[depth] for key in keys} if str(step).startswith(_TRAINING_STATE)}
+    steps |= {key[depth] for key in keys if str(key[depth + 1]).startswith("param_groups")}
+    steps |= {name for name in layout.names if not depth and is_in_flat_optimizer(layout, name)}
     return steps | {_FLAX_STEP} if _FLAX_OPTIMIZER in steps else steps
 
 

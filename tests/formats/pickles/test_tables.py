@@ -115,7 +115,7 @@ def test_tables_say_the_same(kind: str, protocol: int, tmp_path: Path, monkeypat
     assert not rows
     assert read(data, tmp_path, 0, monkeypatch) == expected
     if protocol > 2 and kind != "all is shared":
-        assert sum(rows) > 700  # of 750 chunks and 750 places
+        assert sum(rows) > 1000  # of 750 chunks and 750 places
     else:
         assert (protocol > 2) == bool(rows)
 
