@@ -71,10 +71,10 @@ def resolve_annotations(holder: Any) -> dict[str, Any]:
     }
 
 
-def resolve_annotation(hint: Any, names: dict[str, Any]) -> Any:
+def resolve_annotation(hint: Any, namespace: dict[str, Any]) -> Any:
     text = hint.__forward_arg__ if isinstance(hint, ForwardRef) else hint
     try:
-        return eval(text, names) if isinstance(text, str) else text
+        return eval(text, namespace) if isinstance(text, str) else text
     except NameError:  # e.g. torch, imported only under TYPE_CHECKING
         return Any
 

@@ -61,7 +61,7 @@ class CkptError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return with_python_arguments(f"{self.line} (hint: {self.hint})" if self.hint else self.line)
+        return replace_options_with_arguments(f"{self.line} (hint: {self.hint})" if self.hint else self.line)
 
     @property
     def line(self) -> str:
@@ -101,14 +101,15 @@ def errors_at(*, path: str | os.PathLike[str] | None = None, tensor: str | None 
         raise
 
 
-def with_python_arguments(text: str) -> str:
+def replace_options_with_arguments(text: str) -> str:
     """Return a message with arguments in place of options (`fill_from=DIR`), except inside full command lines."""
     return "".join(
-        part if part.startswith("`ckptkit ") else _OPTION.sub(as_argument, part) for part in _COMMAND_LINE.split(text)
+        part if part.startswith("`ckptkit ") else _OPTION.sub(option_to_argument, part)
+        for part in _COMMAND_LINE.split(text)
     )
 
 
-def as_argument(match: re.Match[str]) -> str:
+def option_to_argument(match: re.Match[str]) -> str:
     name = match["name"].replace("-", "_")
     value = f"'{match['word']}'" if match["word"] else match["value"]
     return f"{name}={value}" if value else name
@@ -123,9 +124,9 @@ def and_more(number: int) -> str:
     return f" and {number:,} more" if number > 0 else ""
 
 
-def first_of(names: Sequence[str], most: int) -> str:
-    """Return the first `most` names as text, and how many more there are: `a, b and 2 more`."""
-    return ", ".join(names[:most]) + and_more(len(names) - most)
+def names_and_more(names: Sequence[str], limit: int) -> str:
+    """Return the first `limit` names as text, and how many more there are: `a, b and 2 more`."""
+    return ", ".join(names[:limit]) + and_more(len(names) - limit)
 
 
 class Caution(str):
@@ -168,7 +169,7 @@ class Usage(CkptError):
     code, exit_code = "usage", 2
 
 
-def choose_from(names: Iterable[str]) -> str:
+def hint_on_choices(names: Iterable[str]) -> str:
     """Return the hint for an unknown name: `use a`, or `use one of a, b`."""
     known = list(names)
     return f"use {known[0]}" if len(known) == 1 else f"use one of {', '.join(known)}"
@@ -209,10 +210,10 @@ class Corrupt(CkptError):
 
 
 def truncated_error(
-    expected: int, found: int, *, path: str | os.PathLike[str], tensor: str | None = None, by: str = ""
+    expected: int, found: int, *, path: str | os.PathLike[str], tensor: str | None = None, recorded_in: str = ""
 ) -> Corrupt:
-    """Return the error for a file of `found` bytes that must have `expected` or more, as the part `by` of it says."""
-    source = f" ({by})" if by else ""
+    """Return the error for a file of `found` bytes whose part `recorded_in` says that it has at least `expected`."""
+    source = f" ({recorded_in})" if recorded_in else ""
     message = f"expected at least {expected} bytes{source}, found {found}: the file is truncated"
     return Corrupt(message, path=path, tensor=tensor, offset=found, hint=None if tensor else RESTORE)
 

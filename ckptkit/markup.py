@@ -37,14 +37,14 @@ def element(name: str, /, *children: Child, **attributes: object) -> Markup:
     return Markup(f"<{name}{given}/>" if name in _SELF_CLOSING and not inside else f"<{name}{given}>{inside}</{name}>")
 
 
-def svg_image(title: str, view: str, *children: Child) -> Markup:
-    """Return an SVG image with a `title` that shows the rectangle `view`: left, top, width, height."""
+def svg_image(title: str, view_box: str, *children: Child) -> Markup:
+    """Return an SVG image with a `title` that shows the rectangle `view_box`: left, top, width, height."""
     return element(
         "svg",
         element("title", title),
         *children,
         xmlns="http://www.w3.org/2000/svg",
-        viewBox=view,
+        viewBox=view_box,
         role="img",
         aria_label=title,
     )

@@ -113,13 +113,13 @@ def format_bytes(nbytes: float) -> str:
     return f"{nbytes:.0f} {_UNITS[power]}" if power == 0 or nbytes >= 100 else f"{nbytes:.3g} {_UNITS[power]}"
 
 
-def describe_checksums(checked: int, unchecked: int) -> str:
+def describe_checksums(checked_bytes: int, unchecked_bytes: int) -> str:
     """Return a line on the bytes of a source that were compared with a recorded checksum, and those without one."""
-    if not unchecked:
-        return f"checksums verified for all {format_bytes(checked)} that were read"
-    if not checked:
-        return f"no checksums verified: the source has none for the {format_bytes(unchecked)} that were read"
-    return f"checksums verified for {format_bytes(checked)}; {format_bytes(unchecked)} have no checksum"
+    if not unchecked_bytes:
+        return f"checksums verified for all {format_bytes(checked_bytes)} that were read"
+    if not checked_bytes:
+        return f"no checksums verified: the source has none for the {format_bytes(unchecked_bytes)} that were read"
+    return f"checksums verified for {format_bytes(checked_bytes)}; {format_bytes(unchecked_bytes)} have no checksum"
 
 
 def parse_bytes(size: int | str) -> int:
@@ -144,7 +144,7 @@ def format_count(number: int) -> str:
     return f"{number:,}"
 
 
-def count_parameters(number: int) -> str:
+def format_parameter_count(number: int) -> str:
     """Return a number of parameters as text: `8.03 billion parameters`."""
     return "1 parameter" if number == 1 else f"{format_count(number)} parameters"
 

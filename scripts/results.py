@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin
 
 import ckptkit
 from ckptkit.cli.commands import COMMANDS
-from ckptkit.cli.output import pick, print_json, to_plain
+from ckptkit.cli.output import pick, print_json, to_json_value
 from ckptkit.errors import CkptError
 from ckptkit.plugins.deltas.kind import show_description
 from scripts.markdown import WIDTH, paragraph
@@ -154,7 +154,7 @@ class Scope:
         return shape
 
     def of_call(self, node: ast.Call) -> Shape:
-        """Return what a call returns: `pick`, `list` and `map`, `to_plain`, or a function of ckptkit."""
+        """Return what a call returns: `pick`, `list` and `map`, `to_json_value`, or a function of ckptkit."""
         called = self.find(node.func)
         match node:
             case ast.Call(ast.Name("list" | "sorted" | "tuple"), [item]):
@@ -166,7 +166,7 @@ class Scope:
         if called is pick:
             types = members_of(self.type_of(node.args[0]))
             return {name: shape_of_type(types.get(name)) for word in node.args[1:] for name in self.words(word)}
-        if called is to_plain:
+        if called is to_json_value:
             return self.shape(node.args[0]) or {"...": None}
         return returned_by(called) if inspect.isfunction(called) else None
 

@@ -41,7 +41,7 @@ def stored(numbers: Numbers, cuts: list[int], order: list[int]) -> tuple[StoredT
 
 def contents(tensor: StoredTensor, file: Numbers) -> Numbers:
     """The elements of a tensor, which its chunks must tile."""
-    found = np.full(tensor.shape_of_chunks, -1, np.int32)
+    found = np.full(tensor.shape_tiled_by_chunks, -1, np.int32)
     for chunk in tensor.chunks:
         index = tuple(slice(a, b) for a, b in zip(chunk.start, chunk.box.stop, strict=True))
         assert (found[index] == -1).all()

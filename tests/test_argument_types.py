@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptkit
 from ckptkit import Checkpoint, CkptError, Run
-from ckptkit.errors import Usage, with_python_arguments
+from ckptkit.errors import Usage, replace_options_with_arguments
 from ckptkit.storage import Reader, Writer, find_cause
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch says so of one process
@@ -149,5 +149,6 @@ def test_metrics_are_numbers(tmp_path: Path) -> None:
 def test_options_with_words_become_arguments() -> None:
     text = "pass --to hf, --names keep or --jobs, then run `ckptkit convert SRC OUT --to dcp`"
     assert (
-        with_python_arguments(text) == "pass to='hf', names='keep' or jobs, then run `ckptkit convert SRC OUT --to dcp`"
+        replace_options_with_arguments(text)
+        == "pass to='hf', names='keep' or jobs, then run `ckptkit convert SRC OUT --to dcp`"
     )

@@ -37,7 +37,7 @@ class WeightUpdate:
     magnitude: str | None = None
     attention: str | None = None  # see `Entry.attention_module`
 
-    def lookup_names(self, config: AdapterConfig) -> tuple[str, ...]:
+    def peft_lookup_names(self, config: AdapterConfig) -> tuple[str, ...]:
         """Return the names that PEFT may use to look up targets, ranks and alphas. The base decides between several."""
         if parameters := config.target_parameters_of(self.module):
             return parameters
@@ -102,7 +102,7 @@ def check_adapter_fits_config(adapter: Adapter, config: AdapterConfig) -> None:
             message = f"expected matrices of {config.peft_type} (`{config.path}`), found matrices of LoRA"
             raise config_mismatch_error(adapter, update.a, message)
         check_matrix_ranks(adapter, config, update)
-        names = update.lookup_names(config)
+        names = update.peft_lookup_names(config)
         for name in names:
             config.scaling_of(name)
         if config.bool_setting("use_dora") != (update.magnitude is not None) and not config.target_parameters_of(
@@ -156,7 +156,7 @@ def check_matrix_ranks(adapter: Adapter, config: AdapterConfig, update: WeightUp
     if len(b) < (3 if is_deep else 2) or rank_of_a != b[columns]:
         message = f"expected a shape that fits {list(a)} of `{update.a}`, found {list(b)}"
         raise config_mismatch_error(adapter, update.b, message)
-    ranks = {config.rank_of(name) for name in update.lookup_names(config)}
+    ranks = {config.rank_of(name) for name in update.peft_lookup_names(config)}
     is_stacked = bool(parameters) and not is_deep
     if not any(rank_of_a == rank or (is_stacked and rank_of_a % rank == 0) for rank in ranks):
         raise wrong_rank_error(adapter, config, update, ranks, rank_of_a)

@@ -30,7 +30,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.io.origin import Origin
 from ckptkit.layout import edits
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.adapter_facts import is_base_changed
 from ckptkit.models.companions import CONFIG as MODEL_CONFIG
 from ckptkit.models.companions import read_config_json, tokenizer_paths_in
@@ -92,7 +92,7 @@ def open_adapters(component: Component, options: ConvertOptions) -> AdapterCompo
 
     Raises `Unsupported` for a model in PEFT's wrapper without a known adapter.
     """
-    if not may_be_adapted(component.layout.tensors):
+    if not may_be_adapter(component.layout.tensors):
         return None
     # --include names tensors of the merged model, which do not exist yet
     chosen = replace(options.edits, include=()) if options.merge else options.edits
@@ -110,7 +110,7 @@ def open_adapters(component: Component, options: ConvertOptions) -> AdapterCompo
     # nothing would load names with PEFT's prefix without an adapter that ckptkit knows
     names = [options.edits.make_renaming()(name) for name in weights.layout.tensors]
     wrapped = next((name for name in names if f".{WRAPPER}" in f".{name}"), None)
-    config = find_adapter_config(component.path) if may_be_adapted(names) else None
+    config = find_adapter_config(component.path) if may_be_adapter(names) else None
     if config is not None and (wrapped or config.peft_type != "LORA"):
         message = f"{config.path} says {config.peft_type}, but the checkpoint contains no LoRA matrices"
         raise Unsupported(message, path=component.path, tensor=wrapped, hint=HINT_KEEP_TENSORS)
@@ -171,7 +171,7 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
             notes.append(f"training modified the base before the first step ({said}): no other base fits the adapter")
     options.edits.check_renames(saved_names, first.part.path)
     outputs = [name for draft in drafts for name in draft.wanted.tensors]
-    notes += options.edits.check_dtypes(dtype_rules, outputs, first.part.path)
+    notes += options.edits.check_dtype_globs(dtype_rules, outputs, first.part.path)
     base = "its base is here too" if first.adapted.base else "with --base MODEL"
     notes.append(f"loaders need the base of an adapter, too; pass --merge to write the merged model ({base})")
     if options.base is not None and not (options.experts or first.trainer_names):

@@ -191,15 +191,15 @@ def with_expert_matrices(adapter: Adapter, expert_tensors: Iterable[tuple[Entry,
 def config_for_form(
     config: AdapterConfig,
     pairs: Sequence[ExpertPair],
-    made: Adapter,
-    before: Adapter,
+    converted: Adapter,
+    original: Adapter,
     names: ExpertNames | None,
     form: str,
 ) -> AdapterConfig:
     """Return the config of an adapter after its expert matrices changed their form."""
     values = dict(config.values)
-    experts = {entry.module for entry in before.entries.values() if entry.of_experts}
-    others = {entry.module for entry in made.entries.values() if not entry.of_experts}
+    experts = {entry.module for entry in original.entries.values() if entry.of_experts}
+    others = {entry.module for entry in converted.entries.values() if not entry.of_experts}
     leaves = sorted({parameter_leaf_name(pair, names) for pair in pairs})
     targets = values.get("target_modules")
     if isinstance(targets, list):

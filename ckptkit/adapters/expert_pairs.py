@@ -197,7 +197,7 @@ class ExpertReader:
             yield ExpertPair(module, leaves[depth], a, b, parameter)
 
     def identify_parameters(
-        self, module: str, sides: Mapping[int, tuple[int, int]], name: str
+        self, module: str, in_out_sizes_by_depth: Mapping[int, tuple[int, int]], name: str
     ) -> tuple[dict[int, str], bool]:
         """Return the parameter at each depth, and whether inputs and outputs are swapped.
 
@@ -208,22 +208,22 @@ class ExpertReader:
         if not targets <= set(_FUSED):
             message = f"expected experts with {' and '.join(_FUSED)}, found {', '.join(sorted(targets))}"
             raise self.unsupported_error(message, name)
-        if len(sides) == 2:
-            inner, outer = max(sides), min(sides)
+        if len(in_out_sizes_by_depth) == 2:
+            inner, outer = max(in_out_sizes_by_depth), min(in_out_sizes_by_depth)
             for leaves in ({inner: GATE_UP, outer: DOWN}, {inner: DOWN, outer: GATE_UP}):
                 for is_turned in (False, True):
                     (inputs, rows), (columns, outputs) = (
-                        sides[depth][::-1] if is_turned else sides[depth]
+                        in_out_sizes_by_depth[depth][::-1] if is_turned else in_out_sizes_by_depth[depth]
                         for depth in sorted(leaves, key=leaves.__getitem__, reverse=True)
                     )
                     # gate_up maps hidden to 2 * intermediate, down maps intermediate to hidden
                     if (inputs, rows) == (outputs, 2 * columns):
                         return leaves, is_turned
             raise self.unsupported_error(f"`{module}`: the shapes do not fit {' and '.join(_FUSED)}", name)
-        if len(targets) != 1 or len(sides) != 1:
+        if len(targets) != 1 or len(in_out_sizes_by_depth) != 1:
             message = f"expected matrices for each of {', '.join(sorted(targets)) or 'its parameters'} of `{module}`"
-            raise self.unsupported_error(f"{message}, found {len(sides)}", name)
-        ((depth, (inputs, outputs)),), (leaf,) = sides.items(), targets
+            raise self.unsupported_error(f"{message}, found {len(in_out_sizes_by_depth)}", name)
+        ((depth, (inputs, outputs)),), (leaf,) = in_out_sizes_by_depth.items(), targets
         of_hidden, other = (inputs, outputs) if leaf == GATE_UP else (outputs, inputs)
         if (of_hidden == self.hidden) == (other == self.hidden):
             message = f"`{leaf}` [{outputs}, {inputs}]: only the base shows which side is the input"

@@ -32,7 +32,7 @@ class InMemoryLocation(NamedTuple):
     start: Shape
 
 
-def find_layout_in_memory(component: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
+def layout_under_memory_names(component: Component, weights: Weights, config: Mapping[str, Any]) -> Layout | None:
     """Return a component's weights under transformers' in-memory names; None if the conversion is unknown."""
     try:
         return name_weights(weights, collect_name_arguments(component, TRANSFORMERS.name, config))[0].layout

@@ -12,7 +12,7 @@ from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
 from ckptkit.adapters.expert_pairs import find_expert_form
 from ckptkit.adapters.find import Adapter
-from ckptkit.adapters.in_memory import find_layout_in_memory, translate_updates_to_files
+from ckptkit.adapters.in_memory import layout_under_memory_names, translate_updates_to_files
 from ckptkit.adapters.merged_blocks import ExpertsProduct
 from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.checkpoints.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from ckptkit.io.file import read_small
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.renames import fold_numbers
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.adapter_facts import is_base_changed
 from ckptkit.models.companions import TOKENIZER_LIMIT, find_companions, tokenizer_paths_in
 from ckptkit.models.expected import closest_form_or_error
@@ -36,7 +36,7 @@ from ckptkit.models.vocabulary import NewVocabulary, find_vocabulary_size
 from ckptkit.state.model import Model
 from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.state.quantized.plain import dequantize_all
-from ckptkit.state.steps import fit_config, translate_names, without_trainer_prefix
+from ckptkit.state.steps import fit_tensors_to_config, translate_names, without_trainer_prefix
 from ckptkit.words import command_line, count, natural_sort_key
 
 _TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
@@ -93,7 +93,7 @@ def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[C
     """Return the only adapter in a component. Raises `Usage` for none or several. `base` has its base, if given."""
     opened = open_adapters(part, options)
     if opened is None:
-        if any(may_be_adapted(component.layout.tensors) for component in base):
+        if any(may_be_adapter(component.layout.tensors) for component in base):
             hint = f"pass the base first: {command_line('merge', part.path, base[0].path, 'OUT')}"
         elif base:
             hint = "pass a directory with adapter_config.json, or a training checkpoint that contains an adapter"
@@ -132,7 +132,7 @@ def merge_under_fitting_names(base: Model, adapters: Sequence[CheckedAdapter], o
     own = without_trainer_prefix(dequantize_all(base) if base.may_be_quantized else base)
     try:
         named = translate_names(own, HUB, options)
-    except NotBuilt:  # keep the base's own tensor names; fit_config reports that
+    except NotBuilt:  # keep the base's own tensor names; fit_tensors_to_config reports that
         return merge_into_plain_base(own, adapters, options)
     try:
         return merge_into_plain_base(named, adapters, options)
@@ -149,7 +149,7 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
     memory = (
         None
         if has_all_adapted_modules(whole, adapters)
-        else find_layout_in_memory(base.part, base.weights, base.config)
+        else layout_under_memory_names(base.part, base.weights, base.config)
     )
     is_moved = memory is not None and has_all_adapted_modules(memory, adapters)
     specs = base.layout.specs
@@ -166,7 +166,7 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
         )
         which = f"{f'{weight:g} times ' if options.scales else ''}the adapter of {fitted.path}"
         merged = f"merged {which}: {describe_adapter(fitted.adapter)}, by {fitted.config.path}"
-        gaps = find_skipped_modules(fitted.adapter, fitted.config, names)
+        gaps = warn_of_skipped_modules(fitted.adapter, fitted.config, names)
         model = model.with_remarks(*remarks_on_modified_base(fitted, base.part), merged, *gaps)
     check_experts_layout(merging, adapters, options)
     if is_moved:
@@ -182,7 +182,7 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
     model = keep_or_break_ties(with_enlarged_vocab_size(model, whole), merging, base.layout, adapters).with_remarks(
         *merging.notes
     )
-    model = fit_config(model, options)
+    model = fit_tensors_to_config(model, options)
     return model.with_only(model.layout.tensors.keys())
 
 
@@ -219,7 +219,7 @@ def remarks_on_modified_base(adapter: CheckedAdapter, base: Component) -> list[s
     return []
 
 
-def find_skipped_modules(adapter: Adapter, config: AdapterConfig, base: Collection[str]) -> list[Caution]:
+def warn_of_skipped_modules(adapter: Adapter, config: AdapterConfig, base: Collection[str]) -> list[Caution]:
     """Return a warning if modules are missing in an adapter; [] if it has every module that PEFT would adapt.
 
     `base` are the base's tensors under the adapter's names. A module is missing if the base has it, the adapter has the
@@ -287,7 +287,7 @@ def keep_or_break_ties(model: Model, merging: Merging, base: Layout, adapters: S
         f"{one} changes with {tied[one]}, because this model type stores both as one tensor"
         for one in sorted(untied & tied_by_class)
     ]
-    model = model.with_merged(left_out).with_only(layout.tensors.keys() - left_out).with_remarks(*notes)
+    model = model.with_merged_duplicates(left_out).with_only(layout.tensors.keys() - left_out).with_remarks(*notes)
     return model.with_config(unbound) if untied_by_config else model
 
 

@@ -18,7 +18,7 @@ from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.casting import widener
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Operand, Recipe, Region, unchanged_box
+from ckptkit.layout.plan import Operand, Recipe, Region, identity_region
 
 
 # Low-rank updates: scaling * B A, for each way in which layers store their weights.
@@ -170,7 +170,7 @@ class Merge:
     steps need to update a box.
     """
 
-    def __init__(self, base: Operand | Recipe, steps: Sequence[ChangeStep], reach: Region = unchanged_box) -> None:
+    def __init__(self, base: Operand | Recipe, steps: Sequence[ChangeStep], reach: Region = identity_region) -> None:
         self._steps, self._reach = steps, reach
         self._base: Recipe = Taken(base) if isinstance(base, Operand) else base
         self._stored = base.dtype if isinstance(base, Operand) else FLOAT32
@@ -305,7 +305,7 @@ class SubBoxStep:
 
 def with_expanded_region(operand: Operand, expand: Region) -> Operand:
     """Return an operand whose region for a box is the region for the expanded box `reach(box)`."""
-    if expand is unchanged_box:
+    if expand is identity_region:
         return operand
     region = operand.region
     return operand._replace(region=lambda box: region(expand(box)))

@@ -28,7 +28,7 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Operand, Recipe, Region, unchanged_box
+from ckptkit.layout.plan import Operand, Recipe, Region, identity_region
 from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.state.options import BLOCKS
 
@@ -44,9 +44,9 @@ _MOST_IN_MEMORY = 1 << 28  # bytes of a tensor that stays in memory in full, bec
 _CONV1D = ("c_attn", "c_fc", "c_proj", "q_attn")
 
 
-def may_be_conv1d(weight: str) -> bool:
+def may_be_conv1d(weight_name: str) -> bool:
     """Return whether the name is one of a `Conv1D` weight, which has shape [in, out]."""
-    return weight.endswith(tuple(f"{name}.weight" for name in _CONV1D))
+    return weight_name.endswith(tuple(f"{name}.weight" for name in _CONV1D))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class Merging:
         replaced |= {own: name for own, name in source.base.items() if name in biases}
         replaced = self.resized_embeddings(source) | replaced
         for own, name in replaced.items():
-            require_weight_one(source, name, f"`{own}`, which was trained in full")
+            require_factor_one(source, name, f"`{own}`, which was trained in full")
             if self.begins.get(own) is not None:
                 raise source.mismatch_error(f"two adapters contain `{own}`, trained in full", name)
             trained = source.adapter.layout.tensors[name]
@@ -143,7 +143,7 @@ class Merging:
         """Add a low-rank update of a weight, and of the bias beside it."""
         own = f"{update.module}.weight"
         if own in self.tensors and own not in source.config.target_parameters_of(update.module):
-            kind = self.orientation_of_weight(source, update, own)
+            kind = self.choose_product_kind(source, update, own)
         else:
             own, kind = self.find_parameter_and_product(source, update)
         dtype = working_dtype(self.tensors[own].spec.dtype)
@@ -196,7 +196,7 @@ class Merging:
         if note not in self.notes:
             self.notes.append(note)
 
-    def orientation_of_weight(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
+    def choose_product_kind(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation in which a layer stores its weight: by shapes, or by its type if it is square."""
         shape, a, b = self.tensors[own].spec.shape, source.shape_of_tensor(update.a), source.shape_of_tensor(update.b)
         if len(shape) < 2:
@@ -213,10 +213,10 @@ class Merging:
             message = f"expected a weight update of shape {list(shape)} (`{own}` of the base), found {product}"
             raise source.mismatch_error(message, update.a, hint="check that the adapter was trained on this base")
         if is_plain and is_turned:
-            return self.orientation_by_config(source, update, own)
+            return self.product_kind_by_config(source, update, own)
         return LinearProduct if is_plain else TransposedProduct
 
-    def orientation_by_config(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
+    def product_kind_by_config(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation of a square weight. Raises `Unsupported` if nothing decides it.
 
         `fan_in_fan_out` is one switch for all layers, set for the last layer type that PEFT visited. If other layers of
@@ -303,7 +303,7 @@ class Merging:
         if sorted(magnitude) != sorted((1,) * (len(magnitude) - 1) + (outputs,)):
             message = f"expected {outputs} magnitudes, one for each output, found shape {list(magnitude)}"
             raise source.mismatch_error(message, update.magnitude)
-        require_weight_one(source, update.magnitude, "a DoRA adapter")
+        require_factor_one(source, update.magnitude, "a DoRA adapter")
         spec = self.tensors[own].spec
         if is_turned and spec.numel * product.a.dtype.itemsize > _MOST_IN_MEMORY:
             message = f"DoRA needs full columns of this weight ({spec}), more than fits in memory"
@@ -322,7 +322,7 @@ class Merging:
         if own not in self.tensors:
             raise source.mismatch_error(f"the base does not have `{own}`", name, hint=hint_similar_name(own, self.base))
         self.require_float_base(own, source, name)
-        require_weight_one(source, name, f"rows of `{own}`, which were trained in full")
+        require_factor_one(source, name, f"rows of `{own}`, which were trained in full")
         shape, row_shape = self.tensors[own].spec.shape, source.shape_of_tensor(name)
         indices = source.config.trained_token_indices(module)
         if row_shape != (len(indices), *shape[1:]):
@@ -359,14 +359,16 @@ class Merging:
         steps = self.steps.get(name)
         if name in self.plain and name not in self.begins:
             plain = self.plain[name]
-            return Merge(plain, steps, self.reach.get(name, unchanged_box)) if steps else plain
+            return Merge(plain, steps, self.reach.get(name, identity_region)) if steps else plain
         initial = self.begins.get(name, Operand(0, source, dtype))
         if not steps:
             return Taken(initial._replace(dtype=dtype))
-        return Merge(initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, unchanged_box))
+        return Merge(
+            initial._replace(dtype=self.tensors[name].spec.dtype), steps, self.reach.get(name, identity_region)
+        )
 
 
-def require_weight_one(source: AdapterSource, name: str, what: str) -> None:
+def require_factor_one(source: AdapterSource, name: str, what: str) -> None:
     """Raise `Unsupported` if the adapter has a weight other than 1. What replaces the base cannot be scaled."""
     if source.weight != 1:
         message = f"--factors: expected 1 for {what}, found {source.weight:g}"

@@ -142,10 +142,13 @@ class Account:
             which = f"`{rounded[0].name}`{and_more(len(rounded) - 1)}"
             yield f"filled after a cast ({rounded[0].cast}): {which}"
 
-    def to_bytes(self, before: Path | None = None) -> bytes:
-        """Return the content of the account's file. Includes the source's own account at path `before`, if any."""
+    def to_bytes(self, earlier_account: Path | None = None) -> bytes:
+        """Return the content of the account's file.
+
+        Includes the source's own account at path `earlier_account`, if any.
+        """
         value = {"source": str(self.source.absolute()), "tensors_kept": self.kept, **self.to_json()}
-        earlier = read_account(before.parent) if before else None
+        earlier = read_account(earlier_account.parent) if earlier_account else None
         value |= {"before": earlier} if earlier else {}
         return (json.dumps(value, indent=1) + "\n").encode()
 

@@ -17,7 +17,7 @@ from ckptkit import trainers
 from ckptkit.argument_types import with_checked_arguments
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.component import Component, join_layouts
-from ckptkit.checkpoints.evidence import gather_evidence, gather_name_evidence, read_value_at_key
+from ckptkit.checkpoints.evidence import gather_evidence_from_names, gather_trainer_evidence, read_value_at_key
 from ckptkit.checkpoints.find_components import (
     COMPANION,
     EXPORTED,
@@ -28,7 +28,7 @@ from ckptkit.checkpoints.find_components import (
     find_only_step_directory,
     find_rank_files_error,
     find_unsupported_files,
-    ranks_at,
+    ranks_with_files_at,
     unused_files,
 )
 from ckptkit.checkpoints.several_disks import Others, join_directories
@@ -45,17 +45,17 @@ from ckptkit.errors import (
     warn,
 )
 from ckptkit.formats import (
-    describe_formats,
+    describe_common_formats,
     detect_format,
     find_single_dcp_file_error,
-    is_claimed_by_stray_files,
+    lacks_main_file,
     no_format_error,
 )
 from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.state_files import find_foreign_file_error
 from ckptkit.formats.archives.values import load_value
-from ckptkit.formats.rank_names import names_of_set, not_joined_error
-from ckptkit.io.file import find_linked_entry, list_children, missing_path_error, names_in
+from ckptkit.formats.rank_names import names_differing_in_rank, not_joined_error
+from ckptkit.io.file import find_link_target_entry, list_children, missing_path_error, names_in
 from ckptkit.io.joined import JoinedPath, join_paths, local_paths_of
 from ckptkit.io.path import prefetch_listings, to_local_path, to_path
 from ckptkit.layout import KeyPath, Layout
@@ -112,7 +112,7 @@ class Checkpoint:
         path = join_directories(path_of_source(source), also)
         checkpoint = cls.at(path)
         if checkpoint.is_at_own_path:
-            return find_run_around_stray(checkpoint) or checkpoint
+            return find_latest_beside_stray(checkpoint) or checkpoint
         latest = find_latest_checkpoint(path)
         if latest is not None:
             return latest
@@ -142,8 +142,8 @@ class Checkpoint:
         if not self.is_at_own_path or not self.path.is_dir() or find_step_of_path(self.path) is not None:
             return False
         first = self.components[0]
-        is_odd = first.path == self.path and is_claimed_by_stray_files(self.path, first.reader)
-        return is_odd and any(checkpoint.components for checkpoint in checkpoints_named_in_run(self.path))
+        is_odd = first.path == self.path and lacks_main_file(self.path, first.reader)
+        return is_odd and any(checkpoint.components for checkpoint in step_checkpoints_in_run(self.path))
 
     @property
     def component_paths(self) -> list[Path]:
@@ -217,20 +217,20 @@ class Checkpoint:
         """Return the trainer that wrote the checkpoint; None if nothing identifies it."""
         model = self.model_component
         others = [component.layout for component in self.components if component is not model]
-        return trainers.who_wrote(gather_evidence(model.path, (model.layout, *others)))
+        return trainers.who_wrote(gather_trainer_evidence(model.path, (model.layout, *others)))
 
     @cached_property
     def trainer_by_file_names(self) -> str | None:
         """Return the trainer by file names and small files alone, without reading metadata; None if unclear."""
         places = [component.path for component in self.components] or [self.path, *directories_without_step(self.path)]
-        names = (trainers.who_wrote(gather_name_evidence(path)) for path in places)
+        names = (trainers.who_wrote(gather_evidence_from_names(path)) for path in places)
         return next(filter(None, names), None)
 
     @cached_property
     def world_size(self) -> int | None:
         """Return how many ranks have files of their own, by file names; None if no rank has."""
         places = [component.path for component in self.components] or [self.path, *directories_without_step(self.path)]
-        return len({rank for path in places for rank in ranks_at(path)}) or None
+        return len({rank for path in places for rank in ranks_with_files_at(path)}) or None
 
     @cached_property
     def models(self) -> list[Component]:
@@ -255,7 +255,7 @@ class Checkpoint:
         if not models:
             raise self.unsupported_files_error or no_checkpoint_error(self.path)
         places = [component.place for component in models]
-        if names_of_set(places[0], places):
+        if names_differing_in_rank(places[0], places):
             raise not_joined_error(places, self.path)
         trackers = trackers_in(self.path)
         named = ((model, tracker) for model in models for tracker in trackers if tracker.is_naming(model.path))
@@ -286,7 +286,7 @@ class Checkpoint:
             return model.layout
         root = self.path if self.path.is_dir() else self.path.parent
         components = [model, *(component for component in self.components if component is not model)]
-        return join_layouts(root, components, [component.layout_in_checkpoint for component in components])
+        return join_layouts(root, components, [component.layout_relative_to_checkpoint for component in components])
 
     @property
     def weights(self) -> Weights:
@@ -455,9 +455,9 @@ def open_layout(source: Source) -> Layout:
     return Checkpoint.open(source).layout
 
 
-def checkpoints_named_in_run(root: Path) -> list[Checkpoint]:
+def step_checkpoints_in_run(root: Path) -> list[Checkpoint]:
     """Return the directories and files named like checkpoints in the run at `root`, complete or not, oldest first."""
-    return oldest_first(map(Checkpoint.at, candidate_paths_in_run(root)))
+    return sorted_checkpoints_with_step(map(Checkpoint.at, candidate_paths_in_run(root)))
 
 
 def candidate_paths_in_run(root: Path) -> list[Path]:
@@ -470,15 +470,15 @@ def candidate_paths_in_run(root: Path) -> list[Path]:
     return candidates
 
 
-def oldest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+def sorted_checkpoints_with_step(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints whose name has a step, in the order of steps."""
     named = [checkpoint for checkpoint in checkpoints if checkpoint.step_in_name is not None]
     return sorted(named, key=lambda checkpoint: trainers.run_sort_key(checkpoint.step_in_name or 0, checkpoint.name))
 
 
-def checkpoints_in(root: Path) -> list[Checkpoint]:
+def all_checkpoints_in_run(root: Path) -> list[Checkpoint]:
     """Return the checkpoints of the run at `root`: first by step, then the trainer's last one and others."""
-    named = checkpoints_named_in_run(root)
+    named = step_checkpoints_in_run(root)
     known = {checkpoint.path for checkpoint in named}
     others_in_run = [path for path in visible_children(root) if path not in known] if named else []
     others = [path for path in others_in_run if path.is_dir() or trainers.is_last(path.name)]
@@ -486,14 +486,14 @@ def checkpoints_in(root: Path) -> list[Checkpoint]:
 
 
 def runs_in(root: Path) -> list[Path]:
-    return [folder for folder in directories_without_step(root) if checkpoints_named_in_run(folder)]
+    return [folder for folder in directories_without_step(root) if step_checkpoints_in_run(folder)]
 
 
 class RunAround(CheckpointWarning):
     """A directory is both a training run and a model: a warning that names the one that ckptkit uses."""
 
 
-def find_run_around_stray(checkpoint: Checkpoint) -> Checkpoint | None:
+def find_latest_beside_stray(checkpoint: Checkpoint) -> Checkpoint | None:
     """Return the latest checkpoint of a run that looked like a checkpoint because of a stray file in it; else None.
 
     Warns which of the two ckptkit uses. A model with description files, as a trainer exports at the end of a run, is
@@ -509,7 +509,7 @@ def find_run_around_stray(checkpoint: Checkpoint) -> Checkpoint | None:
         files = ", ".join(sorted(checkpoint.components[0].layout.files))
         warn(f"{path}: a run; using {latest.name}, and not {files} beside it", RunAround)
         return latest
-    if is_claimed_by_stray_files(path, reader):
+    if lacks_main_file(path, reader):
         return None
     if reader.is_model_only and (left := find_latest(path).checkpoint):
         words = f"using the model in this directory, not {left.name}, the latest checkpoint of the run in it"
@@ -545,7 +545,7 @@ def find_latest(root: Path) -> LatestCheckpoint:
     This is the checkpoint that a latest-checkpoint file, a link such as `last` or the newest `last.ckpt` points to, if
     it is complete; else the complete one with the highest step.
     """
-    named = checkpoints_named_in_run(root)
+    named = step_checkpoints_in_run(root)
     highest = next((one for one in reversed(named) if one.is_complete), None)
     candidates: list[tuple[str, Checkpoint]] = []
     remarks: list[str] = []
@@ -595,7 +595,9 @@ def step_or_none(checkpoint: Checkpoint) -> int | None:
 def visible_children(root: Path) -> Iterator[Path]:
     """Yield the paths in a directory, except hidden ones and links to other paths in it."""
     for path in list_children(root) if root.is_dir() else []:
-        if not (path.name.startswith(".") or (path.is_symlink() and find_linked_entry(root, str(path.readlink())))):
+        if not (
+            path.name.startswith(".") or (path.is_symlink() and find_link_target_entry(root, str(path.readlink())))
+        ):
             yield path
 
 
@@ -626,7 +628,7 @@ def no_checkpoint_error(path: Path) -> CkptError:
         return unfinished_work
     if not path.exists():
         return missing_path_error(path)
-    hint = f"pass a checkpoint ({describe_formats()} and others), or a run with directories like ckpt-500"
+    hint = f"pass a checkpoint ({describe_common_formats()} and others), or a run with directories like ckpt-500"
     if not path.is_dir():
         return find_single_dcp_file_error(path) or find_foreign_file_error(path) or no_format_error(path, hint)
     files = (file for file in list_children(path) if file.suffix in (*ONE_FILE, ".pt2") and file.is_file())
@@ -646,7 +648,7 @@ def no_checkpoint_error(path: Path) -> CkptError:
 
 def find_unfinished_run_error(path: Path) -> NotACheckpoint | Unsupported | None:
     """Return the error for a run without a complete, readable checkpoint; None for any other directory."""
-    unfinished = checkpoints_named_in_run(path)
+    unfinished = step_checkpoints_in_run(path)
     if not unfinished:
         return None
     problems = (problem for checkpoint in reversed(unfinished) for problem in checkpoint.problems())

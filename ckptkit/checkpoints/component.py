@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from ckptkit.checkpoints.evidence import gather_evidence
+from ckptkit.checkpoints.evidence import gather_trainer_evidence
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, explain_deleted_metadata, read_manifest
 from ckptkit.checkpoints.optimizers.flat_parameters import unflatten_parameters
@@ -29,7 +29,7 @@ from ckptkit.io.file import names_in, read_small
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, Layout, StoredTensor, edits
 from ckptkit.layout.box import full_box
-from ckptkit.layout.wrappers import is_flat_name
+from ckptkit.layout.wrappers import is_flat_parameter_name
 from ckptkit.models.names.weights import Weights, find_weights, may_have_weights
 from ckptkit.trainers import (
     find_completion_marker,
@@ -98,11 +98,11 @@ class Component:
         if unfinished := find_unfinished_error(self.path, is_component=bool(self.place)):
             raise unfinished
         if self.salvaged is not None:
-            layout = with_file_name(self.salvaged, self.path)
+            layout = with_single_file_name(self.salvaged, self.path)
         else:
             with translate_os_errors(self.path):
                 try:
-                    layout = with_file_name(self.reader.read(self.path), self.path)
+                    layout = with_single_file_name(self.reader.read(self.path), self.path)
                 except Incomplete as error:
                     raise explain_deleted_metadata(error, self.path) from None
                 if layout.spares:
@@ -110,15 +110,15 @@ class Component:
 
                     check_replicas(layout, raise_problem)
                 check_metadata_checksums(layout, self.manifest)
-                layout = self.nest_and_unflatten(layout)
+                layout = self.with_nested_unflattened_parameters(layout)
             layout = self.with_manifest_checksums(layout, self.manifest)
             # the chunks of the first tensors stand for all
             first = (chunk for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)
             if layout.file_sums and not is_remote(layout.root) and any(chunk.crc32 is not None for chunk in first):
                 # deferred: for formats without checksums of their own
-                from ckptkit.engine.check_sources import verify_nearly_covered_files
+                from ckptkit.engine.check_sources import verify_mostly_checksummed_files
 
-                verify_nearly_covered_files(layout)
+                verify_mostly_checksummed_files(layout)
         return edits.with_low_precision_copies(layout) if self.takes_twins else layout
 
     @cached_property
@@ -126,9 +126,9 @@ class Component:
         """Return the model's tensors, under the model's own names. Raises `Mismatch` if there are none."""
         return find_weights(self.layout)
 
-    def nest_and_unflatten(self, layout: Layout) -> Layout:
+    def with_nested_unflattened_parameters(self, layout: Layout) -> Layout:
         """Return the layout with flat parameters split into the original ones, nested below the keys of `under`."""
-        if any(is_flat_name(str(layout.key(name)[-1])) for name in layout.tensors):
+        if any(is_flat_parameter_name(str(layout.key(name)[-1])) for name in layout.tensors):
             layout = unflatten_parameters(layout, self.path, self.base)
         return edits.nest_below_key(layout, tuple(self.under.split("."))) if self.under else layout
 
@@ -154,7 +154,7 @@ class Component:
     @cached_property
     def trainer(self) -> str | None:
         """Return the trainer that wrote the component; None if nothing identifies it."""
-        return who_wrote(gather_evidence(self.path, (self.layout,)))
+        return who_wrote(gather_trainer_evidence(self.path, (self.layout,)))
 
     @property
     def is_adapter(self) -> bool:
@@ -171,7 +171,7 @@ class Component:
         return self.path.is_dir() and (self.path / MANIFEST).exists()
 
     @cached_property
-    def layout_in_checkpoint(self) -> Layout:
+    def layout_relative_to_checkpoint(self) -> Layout:
         """Return its layout with file names relative to the checkpoint's directory."""
         return edits.with_paths_below(self.layout, self.folder)
 
@@ -181,7 +181,7 @@ class Component:
         return self.place if self.under is None else self.place.rpartition("/")[0]
 
 
-def with_file_name(layout: Layout, path: Path) -> Layout:
+def with_single_file_name(layout: Layout, path: Path) -> Layout:
     """Return the layout that was read at `path` with the name of the file, if `path` is a file."""
     return replace(layout, file=path.name) if layout.root == path.parent else layout
 

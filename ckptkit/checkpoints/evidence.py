@@ -19,7 +19,7 @@ from ckptkit.trainers.trainer import Evidence
 _LIMIT = 1 << 24  # bytes: larger files are not small files of a trainer
 
 
-def gather_name_evidence(root: Path) -> Evidence:
+def gather_evidence_from_names(root: Path) -> Evidence:
     """Return the evidence at `root`, a directory or file, without reading metadata."""
     files = frozenset(names_in(root)) if root.is_dir() else frozenset({root.name})
 
@@ -40,7 +40,7 @@ def gather_name_evidence(root: Path) -> Evidence:
     return Evidence(root, files, read_json=read_json, read_class=read_class)
 
 
-def gather_evidence(path: Path, layouts: Iterable[Layout]) -> Evidence:
+def gather_trainer_evidence(path: Path, layouts: Iterable[Layout]) -> Evidence:
     """Return the evidence at `path`, a directory or file. The first layout is the model's."""
     model, *others = layouts
     below: dict[str, set[str]] = {}
@@ -49,7 +49,7 @@ def gather_evidence(path: Path, layouts: Iterable[Layout]) -> Evidence:
             key = layout.key(name)
             below.setdefault(str(key[0]), set()).update(map(str, key[1:2]))
     return replace(
-        gather_name_evidence(path),
+        gather_evidence_from_names(path),
         format=model.format,
         world_size=model.world_size,
         keys=frozenset(below),

@@ -13,18 +13,18 @@ from ckptkit import trainers
 from ckptkit.checkpoints.component import MODEL, Component
 from ckptkit.checkpoints.evidence import read_json_object
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.errors import Unsupported, first_of
+from ckptkit.errors import Unsupported, names_and_more
 from ckptkit.formats import (
     FormatReader,
     detect_format,
     has_known_file_name,
     is_checkpoint_by_contents,
-    is_claimed_by_stray_files,
+    lacks_main_file,
 )
 from ckptkit.formats.archives.state_files import is_torch_save
-from ckptkit.formats.rank_names import names_of_set, not_joined_error
+from ckptkit.formats.rank_names import names_differing_in_rank, not_joined_error
 from ckptkit.io.file import list_children, list_directories, names_in
-from ckptkit.io.local import is_strange_link
+from ckptkit.io.local import is_link_outside_cache
 from ckptkit.models.companions import FILES
 from ckptkit.models.names.weights import COPY, TRAINING
 from ckptkit.trainers import ONE_FILE, find_step_of_path, is_like_checkpoint_name, name_without_suffixes
@@ -120,14 +120,16 @@ def find_complete_subdirectories(path: Path) -> tuple[Component, ...] | None:
     return tuple(Component(folder.name, folder, reader, has_all=True) for folder, reader in readers)
 
 
-def find_only_step_directory(path: Path, paths: Iterable[Path]) -> Path | None:
-    """Return the only path in `paths` whose name has a step, if it is the step of the checkpoint's directory.
+def find_only_step_directory(path: Path, candidates: Iterable[Path]) -> Path | None:
+    """Return the only path in `candidates` whose name has a step, if it is the step of the checkpoint's directory.
 
     Trainers that save through another library write `checkpoint-500/iter_0000500`, possibly with weights in the Hub's
     format beside it.
     """
     step = find_step_of_path(path)
-    named = [candidate for candidate in paths if find_step_of_path(candidate) is not None] if step is not None else []
+    named = (
+        [candidate for candidate in candidates if find_step_of_path(candidate) is not None] if step is not None else []
+    )
     return named[0] if len(named) == 1 and find_step_of_path(named[0]) == step else None
 
 
@@ -176,7 +178,7 @@ def with_components_beside(component: Component) -> tuple[list[Component], list[
 def state_files_as_components(directory: Path, reader: FormatReader) -> list[Component]:
     """Return each state file of a directory as a component under its own name; [] for a model."""
     is_of_training = any(map(trainers.is_training_state, names_in(directory)))
-    if reader.is_sharded or not is_of_training or not is_claimed_by_stray_files(directory, reader):
+    if reader.is_sharded or not is_of_training or not lacks_main_file(directory, reader):
         return []
     files = [
         path for path in list_children(directory) if path.suffix in ONE_FILE and path.is_file() and reader.detect(path)
@@ -199,7 +201,7 @@ def components_inside(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ..
 
 def is_stray_file(path: Path, reader: FormatReader) -> bool:
     """Return whether the files that a format recognizes are stray files beside subdirectories with the model."""
-    if not is_claimed_by_stray_files(path, reader):
+    if not lacks_main_file(path, reader):
         return False
     names = [folder.name for folder in list_directories(path)]
     has_components = MODEL in names or any(map(trainers.is_other_component_name, names))
@@ -235,7 +237,7 @@ def has_unsupported_files(path: Path, reader: FormatReader | None) -> bool:
 
 def find_unread_files_among(path: Path, names: Iterable[str]) -> Unread | None:
     """Return the description of a trainer's files among these names that ckptkit cannot read; None without any."""
-    unread = trainers.find_unread(names)
+    unread = trainers.find_unreadable_file(names)
     if unread is None or unread.json is None:
         return unread
     name, key = unread.json
@@ -252,7 +254,9 @@ def find_rank_files_error(path: Path, depth: int = 4) -> Unsupported | None:
     files = [file.name for file in list_children(path) if file.suffix in ONE_FILE and file not in below]
     names = [name for name in files if trainers.find_owner_rank_of_file(name) is None]
     for siblings in (sorted(names), [folder.name for folder in below]):
-        rank_names = next((rank_set for name in siblings if len(rank_set := names_of_set(name, siblings)) > 1), [])
+        rank_names = next(
+            (rank_set for name in siblings if len(rank_set := names_differing_in_rank(name, siblings)) > 1), []
+        )
         if rank_names:
             return not_joined_error(rank_names, path)
     deeper = (find_rank_files_error(folder, depth - 1) for folder in below) if depth else iter(())
@@ -277,10 +281,10 @@ def names_in_and_below(path: Path) -> Iterator[str]:
     return (name for place in (path, *directories_without_step(path)) for name in names_in(place))
 
 
-def ranks_at(place: Path) -> Iterator[Hashable]:
+def ranks_with_files_at(path: Path) -> Iterator[Hashable]:
     """Yield the ranks that have files of their own at a directory or file, by names of its format or of trainers."""
-    names = names_in(place) if place.is_dir() else [place.name]
-    reader = detect_format(place) if place.is_dir() else None
+    names = names_in(path) if path.is_dir() else [path.name]
+    reader = detect_format(path) if path.is_dir() else None
     if reader and (ranks := reader.ranks_in(names)):
         yield from ranks
         return
@@ -296,7 +300,7 @@ def is_hidden_file_not_copied(name: str, beside: Iterable[str]) -> bool:
     is_needed = (
         trainers.is_copied_unchanged(name, beside)
         or has_known_file_name([name])
-        or trainers.find_unread([name]) is not None
+        or trainers.find_unreadable_file([name]) is not None
     )
     return name.startswith(".") and not (is_needed or name in trainers.companion_directories())
 
@@ -306,7 +310,7 @@ def describe_not_copied(files: Iterable[LeftBehind], verb: str) -> list[str]:
     names: dict[str, dict[str, None]] = {}
     for left in files:
         names.setdefault(left.why, {})[left.name] = None  # several sources may have the same file: list it once
-    return [f"{verb}: {first_of([*names_left], 6)} ({why})" for why, names_left in names.items()]
+    return [f"{verb}: {names_and_more([*names_left], 6)} ({why})" for why, names_left in names.items()]
 
 
 def unused_files(
@@ -316,7 +320,7 @@ def unused_files(
     paths = list_children(directory or root)
     names = {path.name for path in paths}
     for path in paths:
-        if path in used or is_save_marker(path.name):
+        if path in used or is_manifest_or_marker(path.name):
             continue
         name = str(path.relative_to(root))
         step = find_step_of_path(path)
@@ -347,14 +351,14 @@ def unused_files(
             yield LeftBehind(path, EXPORTED if is_copy and why in (WEIGHTS, PERHAPS_WEIGHTS, NOT_KNOWN) else why, name)
 
 
-def is_save_marker(name: str) -> bool:
+def is_manifest_or_marker(name: str) -> bool:
     """Return whether a file of this name describes only the save it belongs to, so that no copy may have it."""
     return name == MANIFEST or trainers.is_commit_marker(name)
 
 
 def reason_not_copied(path: Path, beside: Iterable[str]) -> str:
     """Return the description of an unused file or directory, by its name."""
-    if is_strange_link(path) or not (path.is_file() or path.is_dir()):
+    if is_link_outside_cache(path) or not (path.is_file() or path.is_dir()):
         return LINK
     if is_hidden_file_not_copied(path.name, beside):
         return HIDDEN

@@ -16,7 +16,7 @@ from typing import Any
 from ckptkit.errors import RESTORE, CheckpointWarning, CkptError, Corrupt, Incomplete, warn
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import combine_crc32, crc32
-from ckptkit.io.file import find_stored_sum, is_existing_path, read_small, require_plain_file_name
+from ckptkit.io.file import find_stored_checksums, is_existing_path, read_small, require_plain_file_name
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import is_remote, map_in_parallel
 from ckptkit.io.stores import StoredSum
@@ -46,7 +46,9 @@ def read_store_checksums(root: Path, names: Iterable[str]) -> StoreSums:
     wanted = list(names)
     sums: dict[str, FileSum] = {}
     others: dict[str, StoredSum] = {}
-    for name, stored in zip(wanted, map_in_parallel(lambda name: find_stored_sum(root / name), wanted), strict=True):
+    for name, stored in zip(
+        wanted, map_in_parallel(lambda name: find_stored_checksums(root / name), wanted), strict=True
+    ):
         if stored is None:
             continue
         if not stored.parts or sum(nbytes for _, nbytes in stored.parts) != stored.nbytes:
@@ -105,9 +107,9 @@ class Manifest:
     tensors: Mapping[str, int] = field(default_factory=dict)
     source: Mapping[str, str] | None = None
 
-    def has_tensors_of(self, path: Path, owns: Callable[[str], bool]) -> bool:
-        """Return whether `tensors` describe `path`: a directory, or the only file that its format `owns`."""
-        return path.is_dir() or [name for name in self.files if owns(name)] == [path.name]
+    def has_tensors_of(self, path: Path, owns_file: Callable[[str], bool]) -> bool:
+        """Return whether `tensors` describe `path`: a directory, or the only file that its format `owns_file`."""
+        return path.is_dir() or [name for name in self.files if owns_file(name)] == [path.name]
 
     def to_bytes(self) -> bytes:
         """Return the content of the manifest file. It ends with the CRC-32 of the rest."""

@@ -24,7 +24,7 @@ from ckptkit.models.adapter_facts import (
     find_adapter_config_values,
     find_adapter_differences,
 )
-from ckptkit.models.companions import CONFIG, MODULES, Companions, find_companions, find_different_inputs
+from ckptkit.models.companions import CONFIG, MODULES, Companions, different_preprocessing_files, find_companions
 from ckptkit.models.computation import (
     ConfigDifference,
     differing_keys,
@@ -152,7 +152,7 @@ class ModelFacts:
                 if ours.get(name) != theirs.get(name)
             )
         differences.sort(key=lambda one: not one.is_certain)
-        notes = (*self.note_on_missing_configs(other), *self.note_on_inputs(other))
+        notes = (*self.notes_on_missing_configs(other), *self.notes_on_different_inputs(other))
         files = " and ".join(dict.fromkeys(filter(None, (self.described_in, other.described_in))))
         return ComparedFacts(tuple(differences), notes, files)
 
@@ -172,12 +172,12 @@ class ModelFacts:
             return differences
         return differing_keys(*flatten_both_configs(self.reported, other.reported))
 
-    def note_on_inputs(self, other: ModelFacts) -> Iterator[str]:
+    def notes_on_different_inputs(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if files that prepare the inputs differ, such as a tokenizer."""
-        if different := find_different_inputs(self.companions, other.companions):
+        if different := different_preprocessing_files(self.companions, other.companions):
             yield f"{', '.join(different)}: differs from {other.config_directory}, so the models may get other inputs"
 
-    def note_on_missing_configs(self, other: ModelFacts) -> Iterator[str]:
+    def notes_on_missing_configs(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if only one of the two has a config.json, or if their libraries differ."""
         if self.library and other.library:
             if "transformers" in {self.library, other.library} and self.library != other.library:

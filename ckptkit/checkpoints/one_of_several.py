@@ -12,21 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, first_of
+from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, names_and_more
 from ckptkit.formats.rank_names import (
     JOIN,
     has_number,
+    has_rank_number,
     has_shard_or_part_number,
-    is_numbered,
     may_have_rank_or_part_number,
-    names_of_series,
-    names_of_set,
+    names_counting_from_zero,
+    names_differing_in_rank,
 )
 from ckptkit.io.file import names_in
 from ckptkit.io.joined import JoinedPath
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.trainers import ONE_FILE, find_step_of_path, name_without_suffixes
 
 _SHARDS_KEY = "shard_metadata"  # key that FSDP of torch_xla and fairscale saves beside a rank's flat shards
@@ -60,7 +60,7 @@ def find_partial_file_error(checkpoint: Checkpoint) -> Unsupported | None:
     if siblings and not is_joined:
         which = f"one of {len(siblings)}" if len(siblings) > 1 else "one of several"
         hint = f"{JOIN}; if this file has the full model, copy it under a name without a number"
-        return partial_file_error(checkpoint, file, f"this is {which}: {first_of(siblings, _NAMES_SHOWN)}", hint)
+        return partial_file_error(checkpoint, file, f"this is {which}: {names_and_more(siblings, _NAMES_SHOWN)}", hint)
     return None
 
 
@@ -90,7 +90,7 @@ def sibling_files_of_model(checkpoint: Checkpoint, file: Path) -> list[str]:
 def numbered_series_of(file: Path) -> list[str]:
     """Return the files with the same name but another number, counted from 0; [] if the numbers are steps or epochs."""
     is_step = find_step_of_path(Path(name_without_suffixes(file.name))) is not None
-    return [] if is_step or file.suffix not in ONE_FILE else names_of_series(file.name, names_in(file.parent))
+    return [] if is_step or file.suffix not in ONE_FILE else names_counting_from_zero(file.name, names_in(file.parent))
 
 
 def find_readable_layout(checkpoint: Checkpoint) -> Layout | None:
@@ -107,7 +107,7 @@ def readable_shapes_of(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     return layout.shapes if layout else {}
 
 
-def find_partial_file_doubt(checkpoint: Checkpoint) -> str | None:
+def why_maybe_partial_file(checkpoint: Checkpoint) -> str | None:
     """Return why a file that `find_partial_file_error` accepts may be one of several; None for any other checkpoint."""
     layout = find_readable_layout(checkpoint)
     if layout is None or len(layout.files) != 1:
@@ -119,7 +119,7 @@ def find_partial_file_doubt(checkpoint: Checkpoint) -> str | None:
     if (
         file.suffix not in ONE_FILE
         or find_step_of_path(Path(name_without_suffixes(file.name))) is not None
-        or may_be_adapted(layout.tensors)
+        or may_be_adapter(layout.tensors)
     ):
         return None
     series = numbered_series_of(file)
@@ -127,7 +127,7 @@ def find_partial_file_doubt(checkpoint: Checkpoint) -> str | None:
     if may_have_rank_or_part_number(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "the file name contains a rank number"
     elif series and all(has_same_tensors(checkpoint, file.parent / name) for name in (series[0], series[-1])):
-        why = f"{first_of(series, _NAMES_SHOWN)} have the same tensors and shapes"
+        why = f"{names_and_more(series, _NAMES_SHOWN)} have the same tensors and shapes"
     else:
         return None
     return f"{why}, and nothing shows whether this file has the full model or only a part"
@@ -144,17 +144,17 @@ def has_same_tensors(checkpoint: Checkpoint, path: Path) -> bool:
 def rank_file_set_of(file: Path) -> list[str]:
     """Return the set of rank files or directories that a file belongs to, by its name or the directories above it."""
     for path in (file, *file.absolute().parents):
-        if path != file and not is_numbered(path.name):
+        if path != file and not has_rank_number(path.name):
             break
-        if names := names_of_set(path.name, names_in(path.parent)):
+        if names := names_differing_in_rank(path.name, names_in(path.parent)):
             return names
     return []
 
 
-def partial_file_error(checkpoint: Checkpoint, file: Path, what: str, hint: str) -> Unsupported:
+def partial_file_error(checkpoint: Checkpoint, file: Path, message: str, hint: str) -> Unsupported:
     """Return the error for one of several files. The hint names the directory if ckptkit can join it."""
     folder = file.parent
     for part in Checkpoint.at(folder).components if checkpoint.path != folder else ():
         if part.reader.is_sharded or (part.reader.owns_file(names_in(folder)[0]) and not part.problem):
             hint = f"pass the directory {folder}"
-    return Unsupported(f"{what}; each has a part of the model", path=file, hint=hint)
+    return Unsupported(f"{message}; each has a part of the model", path=file, hint=hint)

@@ -44,22 +44,22 @@ OTHER_KINDS = PluginTable(
 )
 
 
-def find_other_kind(path: Path) -> OtherKind | None:
+def find_non_checkpoint_kind(path: Path) -> OtherKind | None:
     """Return the module for a directory of another kind, complete or not; None if no kind matches."""
-    known = find_known_kind(names_in(path) if path.is_dir() else ())
+    known = find_kind_by_files(names_in(path) if path.is_dir() else ())
     return None if known is None else cast(OtherKind, import_module(known.where))
 
 
-def find_known_kind(names: Iterable[str]) -> KnownKind | None:
+def find_kind_by_files(file_names: Iterable[str]) -> KnownKind | None:
     """Return the row for a directory with files of these names; None if no kind matches."""
-    names = list(names)
-    kinds = (known for known in OTHER_KINDS.values() if any(map(re.compile(known.files).fullmatch, names)))
+    file_names = list(file_names)
+    kinds = (known for known in OTHER_KINDS.values() if any(map(re.compile(known.files).fullmatch, file_names)))
     return next(kinds, None)
 
 
-def directories_in_group(path: Path) -> list[Path]:
+def expand_directory_group(path: Path) -> list[Path]:
     """Return the subdirectories of a local directory that groups directories of these kinds; else the path itself."""
-    if is_remote(path) or not path.is_dir() or find_other_kind(path) or detect_format(path) is not None:
+    if is_remote(path) or not path.is_dir() or find_non_checkpoint_kind(path) or detect_format(path) is not None:
         return [path]
     subdirectories = [folder for folder in list_directories(path) if not folder.name.startswith(".")]
-    return subdirectories if any(map(find_other_kind, subdirectories)) else [path]
+    return subdirectories if any(map(find_non_checkpoint_kind, subdirectories)) else [path]

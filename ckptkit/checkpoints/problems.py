@@ -21,7 +21,7 @@ class Problems:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Key, CkptError] = {}
+        self._layout_or_error: dict[Key, CkptError] = {}
         self._lacking: dict[Path, dict[str, Incomplete]] = {}  # by file and tensor
 
     def add(self, problem: CkptError) -> None:
@@ -32,20 +32,20 @@ class Problems:
         problem = problem.with_traceback(None)
         files = problem.files if isinstance(problem, Incomplete) else ()
         if problem.tensor is None or problem.offset is not None:
-            self._found.setdefault((problem.path, files, problem.tensor, problem.offset), problem)
+            self._layout_or_error.setdefault((problem.path, files, problem.tensor, problem.offset), problem)
         elif isinstance(problem, Incomplete) and problem.path is not None:
             self._lacking.setdefault(problem.path, {}).setdefault(problem.tensor, problem)
         elif not any(problem.tensor in tensors for tensors in self._lacking.values()):
-            self._found.setdefault((problem.path, files, problem.tensor, None), problem)
+            self._layout_or_error.setdefault((problem.path, files, problem.tensor, None), problem)
 
     def has_problem_in(self, path: Path) -> bool:
-        return path in self._lacking or any(known_path == path for known_path, *_ in self._found)
+        return path in self._lacking or any(known_path == path for known_path, *_ in self._layout_or_error)
 
     def all_problems(self) -> tuple[CkptError, ...]:
         """Return all problems: first the problems of files and single tensors, then of several tensors."""
         left = dict(self._lacking)
         problems = []
-        for problem in self._found.values():
+        for problem in self._layout_or_error.values():
             files: set[Path] = set()  # that the problem is about; none for the problem of a tensor
             if problem.tensor is None and problem.path is not None:
                 names = problem.files if isinstance(problem, Incomplete) else ()
@@ -60,10 +60,12 @@ class Problems:
         return (*problems, *map(merge_tensor_problems, left.values()))
 
 
-def merge_file_problems(problems: Iterable[CkptError], entries: Mapping[Path | None, int]) -> tuple[CkptError, ...]:
+def merge_file_problems(
+    problems: Iterable[CkptError], entry_counts: Mapping[Path | None, int]
+) -> tuple[CkptError, ...]:
     """Merge the problems of a file if most of its entries have one: it is probably not the file that was meant.
 
-    `entries` is the number of tensors and other entries that the metadata lists for each file.
+    `entry_counts` is the number of tensors and other entries that the metadata lists for each file.
     """
     problems = tuple(problems)
     wrong: dict[Path | None, set[str]] = {}
@@ -71,14 +73,16 @@ def merge_file_problems(problems: Iterable[CkptError], entries: Mapping[Path | N
         if problem.tensor is not None and not isinstance(problem, Incomplete):
             wrong.setdefault(problem.path, set()).add(problem.tensor)
     mismatched_files = {
-        path for path, names in wrong.items() if len(names) > _NAMES_SHOWN and 2 * len(names) > entries.get(path, 0)
+        path
+        for path, names in wrong.items()
+        if len(names) > _NAMES_SHOWN and 2 * len(names) > entry_counts.get(path, 0)
     }
     kept: dict[object, CkptError] = {}
     for problem in problems:
         if problem.path not in mismatched_files or problem.tensor is None or isinstance(problem, Incomplete):
             kept[id(problem)] = problem
         elif problem.path not in kept:
-            known = entries.get(problem.path, 0)  # 0 if the metadata could not be read to its end
+            known = entry_counts.get(problem.path, 0)  # 0 if the metadata could not be read to its end
             of_all = f" of {known:,}" if known else ""
             what = f"{len(wrong[problem.path]):,}{of_all} entries differ from the metadata"
             message = f"{what}, such as `{problem.tensor}`: {problem.message}"
@@ -87,14 +91,15 @@ def merge_file_problems(problems: Iterable[CkptError], entries: Mapping[Path | N
     return tuple(kept.values())
 
 
-def merge_tensor_problems(lacking: dict[str, Incomplete]) -> Incomplete:
+def merge_tensor_problems(problem_by_tensor: dict[str, Incomplete]) -> Incomplete:
     """Merge the problems of tensors that are incomplete because of one file; a single problem is unchanged."""
-    first, *others = lacking.values()
+    first, *others = problem_by_tensor.values()
     if not others:
         return first
-    message = f"{len(lacking):,} tensors are incomplete, such as `{first.tensor}`: {first.message}"
+    message = f"{len(problem_by_tensor):,} tensors are incomplete, such as `{first.tensor}`: {first.message}"
     if first.ranks:
-        message = f"{len(lacking):,} tensors lack the shard of rank {first.ranks[0]}: {join_first_names(lacking)}"
+        lack = f"{len(problem_by_tensor):,} tensors lack the shard of rank {first.ranks[0]}"
+        message = f"{lack}: {join_first_names(problem_by_tensor)}"
     return Incomplete(message, path=first.path, hint=first.hint, ranks=first.ranks)
 
 

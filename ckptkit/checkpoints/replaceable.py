@@ -17,7 +17,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.checkpoints.other_kinds import find_known_kind, find_other_kind
+from ckptkit.checkpoints.other_kinds import find_kind_by_files, find_non_checkpoint_kind
 from ckptkit.errors import (
     Corrupt,
     Mismatch,
@@ -25,10 +25,10 @@ from ckptkit.errors import (
     Occupied,
     Unsupported,
     and_more,
-    first_of,
+    names_and_more,
     translate_os_errors,
 )
-from ckptkit.formats import is_main_file
+from ckptkit.formats import is_model_file_name
 from ckptkit.io.file import list_children, names_in
 from ckptkit.io.path import drop_cached_listing
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
@@ -56,7 +56,7 @@ def check_replaceable(dst: Path, output_files: Iterable[str] = (), *, output_is_
         require_no_training_at(dst, output_is_training=output_is_training)
         return
     output_files = list(output_files)
-    if find_other_kind(dst) and not find_known_kind(output_files):
+    if find_non_checkpoint_kind(dst) and not find_kind_by_files(output_files):
         hint = "choose another destination, or delete this one first: --overwrite replaces a checkpoint only"
         raise Occupied("the destination is no checkpoint, such as a delta", path=dst, hint=hint)
     with translate_os_errors(dst):
@@ -65,7 +65,7 @@ def check_replaceable(dst: Path, output_files: Iterable[str] = (), *, output_is_
             str(path.relative_to(dst)) for path in unknown_entries(dst, known, output_is_training=output_is_training)
         ]
     if unknown:
-        named = first_of(unknown, _MOST_NAMED)
+        named = names_and_more(unknown, _MOST_NAMED)
         message = f"the destination contains entries that ckptkit does not know: {named}"
         hint = "choose another destination, or move these entries first: --overwrite replaces one checkpoint only"
         raise Occupied(message, path=dst, hint=hint)
@@ -88,7 +88,7 @@ def training_state_at(dst: Path) -> list[str]:
     """
     checkpoint = Checkpoint.at(dst)
     folders = {dst, *(one.path for one in checkpoint.components)}
-    made = {path for folder in folders for path in files_in_manifest(folder, made_of_another=True)}
+    made = {path for folder in folders for path in files_in_manifest(folder, only_if_converted=True)}
     components = [
         one.place
         for one in checkpoint.components
@@ -171,13 +171,13 @@ def unknown_entries(root: Path, output_files: set[Path], *, output_is_training: 
     is_checkpoint = bool(parts) or MANIFEST in names_in(root)
     known = output_files | files
     above = {folder for path in known for folder in path.parents} | parts
-    is_export = cache(partial(files_in_manifest, made_of_another=True))
+    is_export = cache(partial(files_in_manifest, only_if_converted=True))
 
     def is_known(path: Path, beside: Iterable[str]) -> bool:
         if not output_is_training and is_export(path.parent):  # the manifest lists what ckptkit wrote
             return path.name in _BESIDE_MANIFEST
         name = path.name
-        is_ours = name in _OWN or is_main_file(name)
+        is_ours = name in _OWN or is_model_file_name(name)
         is_named = is_ours or trainers.is_checkpoint_file_name(name) or trainers.is_copied_unchanged(name, beside)
         return is_named and (output_is_training or path.is_dir() or not is_checkpoint_file(path))
 
@@ -198,18 +198,24 @@ def component_paths_and_files(checkpoint: Checkpoint) -> tuple[set[Path], set[Pa
 
 
 def unknown_paths_in(
-    directory: Path, known: set[Path], above: set[Path], is_known: Callable[[Path, Iterable[str]], bool]
+    directory: Path,
+    known_files: set[Path],
+    parents_of_known: set[Path],
+    is_known: Callable[[Path, Iterable[str]], bool],
 ) -> Iterator[Path]:
-    """Yield the unknown paths in a directory: `known` are files, `above` the directories that contain known files.
+    """Yield the unknown paths in a directory: `parents_of_known` are the directories that contain `known_files`.
 
     `is_known(path, names_beside)` returns whether another path belongs to a checkpoint.
     """
     recorded = files_in_manifest(directory)
-    known, above = known | recorded, above | {parent for path in recorded for parent in path.parents}
+    known_files, parents_of_known = (
+        known_files | recorded,
+        parents_of_known | {parent for path in recorded for parent in path.parents},
+    )
     names = names_in(directory)
     for path in list_children(directory):
         name = path.name
-        if path in known or is_known(path, names):
+        if path in known_files or is_known(path, names):
             continue
         is_of_trainer = (
             trainers.is_other_component_name(name)
@@ -218,21 +224,21 @@ def unknown_paths_in(
         )
         if path.is_symlink() or not path.is_dir():
             yield path
-        elif path in above or is_of_trainer:
-            yield from unknown_paths_in(path, known, above, is_known)
+        elif path in parents_of_known or is_of_trainer:
+            yield from unknown_paths_in(path, known_files, parents_of_known, is_known)
         elif names_in(path):
             yield path
 
 
-def files_in_manifest(directory: Path, *, made_of_another: bool = False) -> set[Path]:
+def files_in_manifest(directory: Path, *, only_if_converted: bool = False) -> set[Path]:
     """Return the files that the manifest in a directory lists; none if the manifest is missing or damaged.
 
-    With `made_of_another`, returns them only if ckptkit made them from another checkpoint.
+    With `only_if_converted`, returns them only if ckptkit made them from another checkpoint.
     """
     try:
         manifest = read_manifest(directory) if directory.is_dir() else None
     except Corrupt:
         return set()
-    if manifest is None or (made_of_another and manifest.source is None):
+    if manifest is None or (only_if_converted and manifest.source is None):
         return set()
     return {directory / name for name in manifest.files}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run, find_latest_checkpoint
+from ckptkit.checkpoints.checkpoint import Checkpoint, find_latest_checkpoint, step_checkpoints_in_run
 from ckptkit.io.path import is_remote
 
 
@@ -22,7 +22,7 @@ class RunFolder:
         return self.root / f"ckpt-{step}"
 
     def checkpoints(self) -> list[Checkpoint]:
-        return [checkpoint for checkpoint in checkpoints_named_in_run(self.root) if checkpoint.is_complete]
+        return [checkpoint for checkpoint in step_checkpoints_in_run(self.root) if checkpoint.is_complete]
 
     def latest(self) -> Checkpoint | None:
         """Return the latest complete checkpoint, or None; see `find_latest`."""

@@ -27,16 +27,16 @@ from ckptkit.models.companions import CONFIG
 from ckptkit.words import count
 
 
-def create_files(root: Path, files: Iterable[NewFile], *, anew: bool, is_sparse: bool = False) -> None:
+def create_files(root: Path, files: Iterable[NewFile], *, must_be_new: bool, is_sparse: bool = False) -> None:
     """Create files in directory `root` with their final size and the bytes known beforehand.
 
-    If `anew` is false, a file may exist already; it keeps its content outside the bytes known beforehand. If
+    If `must_be_new` is false, a file may exist already; it keeps its content outside the bytes known beforehand. If
     `is_sparse`, unwritten ranges use no disk space.
     """
     make_directory(root)
     for file in files:
         make_directory((root / file.name).parent)
-        create_file(root / file.name, file.nbytes, file.parts, must_be_new=anew, is_sparse=is_sparse)
+        create_file(root / file.name, file.nbytes, file.parts, must_be_new=must_be_new, is_sparse=is_sparse)
 
 
 def read_output_layout(
@@ -70,18 +70,18 @@ def write_manifest(
     checksums: Mapping[FileOffset, int],
     names: Iterable[str],
     *,
-    anew: bool,
+    must_be_new: bool,
     entries: Iterable[Extent] = (),
     source: Mapping[str, str] | None = None,
 ) -> Manifest:
     """Write and return the manifest of the files `names`; only bytes without a checksum are read.
 
     `checksums` has the CRC-32 of chunks and blobs of `output`, `entries` are further byte ranges with a known CRC-32.
-    `source` is the checkpoint that the output was made from. If `anew` is false, a manifest may exist already.
+    `source` is the checkpoint that the output was made from. If `must_be_new` is false, a manifest may exist already.
     """
     sums = file_checksums(output.root, names, (*checksummed_extents(output, checksums), *entries))
     manifest = Manifest(sums, tensor_checksums(output, checksums), source)
-    write_new_file(output.root / NAME, manifest.to_bytes(), must_be_new=anew)
+    write_new_file(output.root / NAME, manifest.to_bytes(), must_be_new=must_be_new)
     return manifest
 
 

@@ -12,7 +12,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_parameter_key_kind
-from ckptkit.checkpoints.optimizers.owners import ORDER, read_order
+from ckptkit.checkpoints.optimizers.owners import ORDER, read_optimizer_order
 from ckptkit.checks.differences import Diff, Difference, Reason, differing_entries
 from ckptkit.engine.compare import Comparison, compare_layouts, row_major_checksums
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
@@ -23,7 +23,7 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.distance import Tolerance
 from ckptkit.layout.renames import match_names_by_rule
 from ckptkit.models.companions import CONFIG
-from ckptkit.state.matching import Side, match_sides, pair_components, rename_sides, with_hub_names_on_both
+from ckptkit.state.matching import Side, pair_components, rename_sides, with_comparable_names, with_hub_names_on_both
 from ckptkit.state.names import NameOptions
 from ckptkit.state.selection import Edits
 from ckptkit.words import count
@@ -65,7 +65,7 @@ def diff(
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     terms = CompareOptions(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
-    order = None if optimizer_order is None else read_order(str(optimizer_order))
+    order = None if optimizer_order is None else read_optimizer_order(str(optimizer_order))
     if order is not None and {find_parameter_key_kind(side.layout) for side in (one, two)} != {NAMES, IDS}:
         message = f"{ORDER}: expected numbers of parameters in one optimizer and names in the other"
         raise Usage(message, hint=f"drop {ORDER}")
@@ -73,7 +73,7 @@ def diff(
     found_parts, remarks = pair_components(one, two, order)
     renamed = rename_sides([ours for ours, _ in found_parts], named)
     pairs_of_parts = zip(renamed, (theirs for _, theirs in found_parts), strict=True)
-    pairs = [match_sides(*with_hub_names_on_both(one, two, pair, named)) for pair in pairs_of_parts]
+    pairs = [with_comparable_names(*with_hub_names_on_both(one, two, pair, named)) for pair in pairs_of_parts]
     notes = [*remarks, *(remark for pair in pairs for side in pair for remark in side.remarks)]
     if tolerance is not None:
         notes.append(f"numbers count as equal within rtol {tolerance.rtol:g} and atol {tolerance.atol:g}")
@@ -81,7 +81,7 @@ def diff(
     for side in (one, two):
         beside = [file for file in side.unread_files if file.name not in compared_files]
         notes += describe_not_copied(beside, f"not compared in {side.path}")
-    if any(is_packed_on_one_side(*pair) for pair in pairs):
+    if any(differ_in_quantization(*pair) for pair in pairs):
         notes.append("8-bit numbers were compared without their scales: `ckptkit stats A B` includes the scales")
     asked.check_globs([side.layout for pair in pairs for side in pair], one.path)
     if not any(side.layout.names for pair in pairs for side in pair):
@@ -112,7 +112,9 @@ def compare_tensors_with_source(
     pairs, shared = pair_components(output, source)
     renamed = rename_sides([theirs for _, theirs in pairs], named)
     for (ours_before, _), theirs_renamed in zip(pairs, renamed, strict=True):
-        ours, theirs = match_sides(*with_hub_names_on_both(output, source, (ours_before, theirs_renamed), named))
+        ours, theirs = with_comparable_names(
+            *with_hub_names_on_both(output, source, (ours_before, theirs_renamed), named)
+        )
         notes = [*shared, *ours.remarks, *theirs.remarks]
         if ours.layout.blobs or theirs.layout.blobs:
             notes.append("entries that are not tensors were not compared")
@@ -196,25 +198,25 @@ def rename_equal_tensors(ours: Side, theirs: Side, jobs: int | None) -> tuple[Si
     """Return both sides, ours with the names of equal tensors of theirs, and the renames. Weights are matched first."""
     before = ours.layout.names
     renames = find_renames(
-        entries_missing_in(ours, theirs, ours.weights), entries_missing_in(theirs, ours, theirs.weights), jobs=jobs
+        entries_only_in(ours, theirs, ours.weights), entries_only_in(theirs, ours, theirs.weights), jobs=jobs
     )
     if renames:
         ours = ours.with_renamed_parameters(lambda name: renames.get(name, name))
-    others = find_renames(entries_missing_in(ours, theirs), entries_missing_in(theirs, ours), jobs=jobs)
+    others = find_renames(entries_only_in(ours, theirs), entries_only_in(theirs, ours), jobs=jobs)
     if others:
         keys = {name: (others.get(name, name),) for name in ours.layout.names}
         ours = replace(ours, layout=edits.with_new_key_paths(ours.layout, keys))
     return ours, theirs, {old: new for old, new in zip(before, ours.layout.names, strict=True) if old != new}
 
 
-def is_packed_on_one_side(one: Side, two: Side) -> bool:
+def differ_in_quantization(one: Side, two: Side) -> bool:
     """Return whether a tensor is a plain float on one side and a float of 8 bits or fewer on the other."""
     specs = two.layout.specs
     pairs = ((spec.dtype, specs[name].dtype) for name, spec in one.layout.specs.items() if name in specs)
     return any({a.kind, b.kind} == {"float", "small_float"} for a, b in pairs)
 
 
-def entries_missing_in(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
+def entries_only_in(side: Side, other: Side, among: AbstractSet[str] | None = None) -> Layout:
     """Return the entries of a side that the other side lacks; `among` restricts the names."""
     names = set(side.layout.names) - set(other.layout.names)
     return edits.select_entries(side.layout, (names if among is None else names & among).__contains__)
@@ -249,8 +251,10 @@ def has_comparable_values(name: str, a: Layout, b: Layout) -> bool:
     return one.shape == two.shape and one.dtype.is_comparable_with(two.dtype)
 
 
-def cast_to_narrower(layout: Layout, others: Mapping[str, Spec]) -> Layout:
-    narrower = {name: spec for name, spec in others.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize}
+def cast_to_narrower(layout: Layout, other_specs: Mapping[str, Spec]) -> Layout:
+    narrower = {
+        name: spec for name, spec in other_specs.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize
+    }
     return edits.cast_to_specs(layout, narrower)
 
 

@@ -13,14 +13,14 @@ from ckptkit import words
 from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
+from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
 from ckptkit.checkpoints.optimizers.keys import find_parameter_key_kind
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.companions import find_model_config
 from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.models.names.weights import OF_ONE
@@ -94,11 +94,11 @@ def find_ties(
     step.
     """
     stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
-    alike = tensors_sharing(stored, lambda tensor: (tensor.spec, chunk_identity(tensor.chunks[0])))
+    alike = group_tensors_by_key(stored, lambda tensor: (tensor.spec, chunk_identity(tensor.chunks[0])))
     ties = [
         tuple(tie)
         for group_members in alike
-        for tie in tensors_sharing(group_members, lambda tensor: tuple(map(chunk_identity, tensor.chunks)))
+        for tie in group_tensors_by_key(group_members, lambda tensor: tuple(map(chunk_identity, tensor.chunks)))
     ]
     is_tied = config is not None and has_tied_head(config)
     embedding = find_embedding(weights) if is_tied else None
@@ -129,7 +129,7 @@ def find_reason_not_equal(layout: Layout, name: str, other: str) -> str | None:
     return None
 
 
-def tensors_sharing(
+def group_tensors_by_key(
     tensors: Mapping[str, StoredTensor], key: Callable[[StoredTensor], Hashable]
 ) -> list[dict[str, StoredTensor]]:
     """Return the groups of tensors that share a key; tensors with a unique key are left out."""
@@ -190,7 +190,7 @@ class Inspected(Summarized):
         if self.world_size is not None:
             facts.append(f"written by {count(self.world_size, 'rank')}")
         yield f"{self.whole}: {', '.join(facts)}"
-        amount = [] if self.parameters is None else [words.count_parameters(self.parameters)]
+        amount = [] if self.parameters is None else [words.format_parameter_count(self.parameters)]
         size = format_bytes(sum(group.nbytes for group in self.groups.values()))
         yield ", ".join([*amount, size, "with a manifest" if self.has_manifest else "no manifest"])
         if self.trainer:
@@ -219,9 +219,9 @@ def inspect(source: Source, *, with_places: bool = False) -> Inspected:
 
         quantized = inspect_quantized(model)
     ties, tie_remark = find_ties(model.layout, find_model_config(model.path), weights)
-    layout = locate_all_chunks(checkpoint.layout, with_packed=False) if with_places else checkpoint.layout
+    layout = locate_all_chunks(checkpoint.layout, decompress=False) if with_places else checkpoint.layout
     adapters: tuple[InspectedAdapter, ...] = ()
-    if model.is_model and may_be_adapted(model.layout.tensors):
+    if model.is_model and may_be_adapter(model.layout.tensors):
         from ckptkit.adapters.find import inspect_adapters  # deferred: most models have no adapters
 
         adapters = inspect_adapters(model)
@@ -255,7 +255,7 @@ def remarks_on_checkpoint(checkpoint: Checkpoint, tie_remark: str | None) -> Ite
     """Yield remarks: it is one of several files, its steps differ, or a tied head differs from the embedding."""
     if part := find_partial_file_error(checkpoint):
         yield part.message
-    elif doubt := find_partial_file_doubt(checkpoint):
+    elif doubt := why_maybe_partial_file(checkpoint):
         yield doubt
     named, noted = checkpoint.step_in_name, checkpoint.recorded_step
     if named is not None and noted not in (None, named) and not has_epoch_only(checkpoint.path):

@@ -62,7 +62,7 @@ def compare_low_precision_copies(
     copies = replace(tensors, tensors={name: layout.twins[name] for name in copied})
     rounded = cast_tensors(tensors, lambda name, _: copies.tensors[name].spec.dtype)
     compared = compare_layouts(locate_all_chunks(rounded), locate_all_chunks(copies), jobs=jobs)
-    remainders = [name for name in compared.differing_names if entries and is_remainder(layout, name, jobs)]
+    remainders = [name for name in compared.differing_names if entries and is_master_remainder(layout, name, jobs)]
     different = [name for name in compared.differing_names if name not in remainders]
     if remainders:
         which = f"{count(len(remainders), 'master')}, such as `{(entries or {})[remainders[0]]}`"
@@ -83,7 +83,7 @@ def compare_low_precision_copies(
         yield f"{count(same, 'tensor')} equal their rounded copies"
 
 
-def is_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
+def is_master_remainder(layout: Layout, name: str, jobs: int | None) -> bool:
     """Return whether a tensor contains only the remainders of masters that its copy lacks, saved as floats."""
     from ckptkit.engine.recipes import FLOAT32, Master, Taken
     from ckptkit.layout.plan import Operand

@@ -20,7 +20,7 @@ from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.layout.renames import fold_numbers
 from ckptkit.models.companions import find_model_config
-from ckptkit.state.matching import Side, with_own_names
+from ckptkit.state.matching import Side, with_model_names
 from ckptkit.state.quantized.find import Quantized, find_quantized
 from ckptkit.state.quantized.packed import dequantized_name
 from ckptkit.state.quantized.plain import dequantizing_recipe_of
@@ -53,13 +53,13 @@ class ComparableModel:
         specs |= {name: Spec(_FLOAT32, quantized.weights[stored].shape) for name, stored in packed.items()}
         return cls(layout, quantized, specs, packed)
 
-    def recipe_for(self, name: str, source: int) -> Recipe:
+    def recipe_for(self, name: str, source_index: int) -> Recipe:
         """Return the recipe of a weight, with operands from the source of this index."""
         from ckptkit.engine.recipes import Taken  # deferred: imports numpy
 
         if self.quantized is None or name not in self.packed:
-            return Taken(Operand(source, name, self.specs[name].dtype))
-        return dequantizing_recipe_of(self.quantized, self.packed[name], source)
+            return Taken(Operand(source_index, name, self.specs[name].dtype))
+        return dequantizing_recipe_of(self.quantized, self.packed[name], source_index)
 
     def stored_layout_for(self, names: set[str]) -> Layout:
         """Return the stored tensors that these weights are computed from."""
@@ -134,7 +134,7 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     """
     parts = [Checkpoint.open(source).model_component for source in (a, b)]
     one, two = (part.path for part in parts)
-    sides = [with_own_names(Side(part.path, part.layout)) for part in parts]
+    sides = [with_model_names(Side(part.path, part.layout)) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
     models = [ComparableModel.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]
     before, after = (one.specs for one in models)

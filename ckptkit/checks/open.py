@@ -25,7 +25,7 @@ from ckptkit.layout.box import Box, Shape, full_box
 from ckptkit.layout.dtypes import DTYPES, SMALL_FLOATS, DType
 from ckptkit.layout.edits import select_entries
 from ckptkit.layout.plan import Recipe
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.companions import CONFIG
 from ckptkit.state.options import ConvertOptions
 from ckptkit.words import count, format_bytes
@@ -63,7 +63,7 @@ class HubModel:
         options = ConvertOptions.of({"base": base}, to="hf")
         checkpoint = Checkpoint.open(source).with_base(options.base)
         part, remarks = choose_model_component(checkpoint, options)
-        if may_be_adapted(part.layout.tensors):
+        if may_be_adapter(part.layout.tensors):
             from ckptkit.adapters.draft import open_adapters
 
             options = replace(options, merge=open_adapters(part, options) is not None)
@@ -212,9 +212,9 @@ class LazyTensor:
         """Return DLPack's device type and index of the CPU."""
         return 1, 0
 
-    def _convert(self, made: Callable[..., Loaded]) -> Loaded:
+    def _convert(self, convert: Callable[..., Loaded]) -> Loaded:
         with errors_at(tensor=self.name):
-            return made(self.checkpoint.read(self.name, self.view.box), self.spec.dtype, self.spec.shape)
+            return convert(self.checkpoint.read(self.name, self.view.box), self.spec.dtype, self.spec.shape)
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> LazyTensor:
         return replace(self, view=self.view.indexed_by(index))

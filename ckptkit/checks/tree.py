@@ -53,8 +53,8 @@ def folded_tree_lines(specs: Mapping[str, Spec]) -> Iterator[Branch]:
     yield from _branches_of([root], 0)
 
 
-def _branches_of(alike: list[Node | Leaf], depth: int) -> Iterator[Branch]:
-    for label, repeats, members in map(_merge_with_only_child, _grouped_children_of(alike)):
+def _branches_of(equal_nodes: list[Node | Leaf], depth: int) -> Iterator[Branch]:
+    for label, repeats, members in map(_merge_with_only_child, _grouped_children_of(equal_nodes)):
         leaves = [leaf for member in members for leaf in _leaves(member)]
         name = f"{label}  x{repeats}" if repeats > 1 else label
         spec = members[0].spec if isinstance(members[0], Leaf) else None
@@ -72,9 +72,9 @@ def _merge_with_only_child(group: Group) -> Group:
     return _merge_with_only_child((label + below[0][0], repeats * below[0][1], below[0][2]))
 
 
-def _grouped_children_of(alike: list[Node | Leaf]) -> Iterator[Group]:
+def _grouped_children_of(equal_nodes: list[Node | Leaf]) -> Iterator[Group]:
     """Yield the children of equal nodes; consecutive numbers with equal children become one group, `first-last`."""
-    nodes = [node for node in alike if isinstance(node, dict)]
+    nodes = [node for node in equal_nodes if isinstance(node, dict)]
     pending: list[str] = []
     for label in sorted(nodes[0], key=_number_of_label) if nodes else ():
         if pending and not (_number_of_label(label) >= 0 and nodes[0][label] == nodes[0][pending[-1]]):

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.account import describe_account, read_account
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_in, no_checkpoint_error, path_of_source
+from ckptkit.checkpoints.checkpoint import (
+    Checkpoint,
+    Source,
+    all_checkpoints_in_run,
+    no_checkpoint_error,
+    path_of_source,
+)
 from ckptkit.checkpoints.component import Component, find_unfinished_error
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.facts import Certainty
@@ -31,7 +37,7 @@ from ckptkit.checkpoints.manifest import (
     read_manifest,
     read_store_checksums,
 )
-from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
+from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
 from ckptkit.checkpoints.problems import Problems, join_first_names, merge_file_problems
 from ckptkit.checkpoints.replicas import check_replicas
 from ckptkit.checkpoints.seal import file_checksums
@@ -45,7 +51,7 @@ from ckptkit.errors import (
     NotACheckpoint,
     Unsupported,
     Usage,
-    first_of,
+    names_and_more,
     translate_os_errors,
 )
 from ckptkit.formats import detect_format, locate_all_chunks, require_known_format
@@ -108,7 +114,7 @@ class Verified(Summarized):
         if self.salvaged is None:
             return None
         lost = [entry for entry in self.salvaged.get("lost") or () if isinstance(entry, dict)]
-        names = first_of([f"`{entry.get('name') or entry.get('path')}`" for entry in lost], _NAMES_SHOWN)
+        names = names_and_more([f"`{entry.get('name') or entry.get('path')}`" for entry in lost], _NAMES_SHOWN)
         what = f"{describe_account(self.salvaged)}{f'; missing: {names}' if names else ''}"
         return f"{self.path}: {what}; {ACCOUNT} lists them"
 
@@ -166,7 +172,7 @@ def verify(
     results: list[Verified] = []
     for checkpoint in checkpoints:
         parts = with_inconsistencies(checkpoint, verify_components(checkpoint, look, known))
-        results += with_store_findings(parts) if fast else with_master_comparison(checkpoint, parts, jobs)
+        results += with_store_checksum_findings(parts) if fast else with_master_comparison(checkpoint, parts, jobs)
     if against is not None and all(part.is_ok for part in results):
         from ckptkit.checks.diff import compare_configs, compare_tensors_with_source  # deferred: imports the engine
 
@@ -188,7 +194,7 @@ def verify(
     return results
 
 
-def with_store_findings(results: Iterable[Verified]) -> Iterator[Verified]:
+def with_store_checksum_findings(results: Iterable[Verified]) -> Iterator[Verified]:
     """Yield the results of `verify --fast`, with what the checksums of a store do not prove."""
     for part in results:
         if part.unproved is not None:
@@ -214,7 +220,7 @@ def with_inconsistencies(checkpoint: Checkpoint, results: list[Verified]) -> lis
     first = results[0]
     if part := find_partial_file_error(checkpoint):
         return [replace(first, problems=(part,)), *results[1:]]
-    doubt = find_partial_file_doubt(checkpoint)
+    doubt = why_maybe_partial_file(checkpoint)
     problems, notes = [*first.problems], [*first.notes, *([doubt] if doubt else [])]
     for inconsistency in examine_checkpoint(checkpoint):
         if inconsistency.certainty is Certainty.CERTAIN:
@@ -278,8 +284,8 @@ def find_checkpoints(source: Source) -> list[Checkpoint]:
     path = path_of_source(source)
     checkpoint = Checkpoint.at(path)
     if checkpoint.is_run_with_strays:
-        return [*checkpoints_in(path), checkpoint]
-    checkpoints = [] if checkpoint.is_at_own_path else checkpoints_in(path)
+        return [*all_checkpoints_in_run(path), checkpoint]
+    checkpoints = [] if checkpoint.is_at_own_path else all_checkpoints_in_run(path)
     if checkpoints and not all(candidate.unsupported_files_error for candidate in checkpoints):
         return checkpoints
     if not checkpoint.components:
@@ -288,11 +294,11 @@ def find_checkpoints(source: Source) -> list[Checkpoint]:
 
 
 def verify_components(
-    checkpoint: Checkpoint, verify_path: Callable[[Path], Verified], known: Collection[Path]
+    checkpoint: Checkpoint, verify_path: Callable[[Path], Verified], known_checkpoints: Collection[Path]
 ) -> list[Verified]:
     """Verify the components of a checkpoint and other weights in its directory.
 
-    The first result lists the other files, without the `known` checkpoints.
+    The first result lists the other files, without the `known_checkpoints` checkpoints.
     """
     places, root = checkpoint.component_paths or [checkpoint.path], checkpoint.path
     results = [verify_path(path) for path in places]
@@ -305,7 +311,7 @@ def verify_components(
     seen = frozenset(path for part in results for path in part.looked_at).union(set(places) - {root})
     left = checkpoint.list_not_copied_files(seen)
     weights = [file.path for file in left if file.why in (*LOST, EXPORTED) and detect_format(file.path)]
-    rest = tuple(file for file in left if file.path not in (*weights, *known))
+    rest = tuple(file for file in left if file.path not in (*weights, *known_checkpoints))
     return [replace(results[0], left_behind=rest), *results[1:], *map(verify_path, weights)]
 
 
@@ -378,17 +384,17 @@ def check_structure(own: OwnFiles, problems: Problems) -> Verified:
     store_sums = read_store_checksums(own.root, sizes if own.manifest is not None else ())
     proved = {name: store_sums.sums[name] for name in store_sums.sums if name in own.recorded_file_sums}
     rest = {name: size for name, size in sizes.items() if name not in proved}
-    content, extents = check_zip_wrappers(own, rest, problems, with_packed=False)
+    content, extents = open_zip_wrappers(own, rest, problems, with_packed=False)
     unknown = {extent.path for extent in extents if extent.crc32 is None}
     sums = file_checksums(own.root, (rest.keys() & own.recorded_file_sums.keys()) - unknown, extents)
     verify_whole_files(own, {**sums, **proved}, problems)
-    result = make_verified(own, sizes, content, problems)
+    result = unverified_result(own, sizes, content, problems)
     if not (store_sums.sums or store_sums.others):  # the store has no checksums, or the files are local
         return result
-    return with_store_proof(own, result, sizes, proved, store_sums)
+    return with_store_verified_files(own, result, sizes, proved, store_sums)
 
 
-def with_store_proof(
+def with_store_verified_files(
     own: OwnFiles,
     verified: Verified,
     sizes: Mapping[str, int],
@@ -423,7 +429,7 @@ def with_store_proof(
 def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: BytesDone | None) -> Verified:
     """Check everything, reading every byte."""
     sizes = file_sizes_of(own, problems)
-    content, extents = check_zip_wrappers(own, sizes, problems)
+    content, extents = open_zip_wrappers(own, sizes, problems)
     scanned = scan_files(own.root, sizes, extents, problems.add, jobs=jobs, progress=progress)
     compare_extent_checksums(own, extents, scanned.extents, problems)
     runs: dict[str, dict[ByteRange, int]] = {}  # of the byte ranges without a checksum in the format
@@ -439,7 +445,7 @@ def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: B
         if (extent.path, extent.offset) not in scanned.extents
         or (own.expected_checksum(extent) is None and extent.path not in own.recorded_file_sums)
     ]
-    result = make_verified(own, sizes, content, problems)
+    result = unverified_result(own, sizes, content, problems)
     unchecked = min(sum(unread), content)
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
 
@@ -472,7 +478,7 @@ def file_sizes_of(own: OwnFiles, problems: Problems) -> dict[str, int]:
     return sizes
 
 
-def check_zip_wrappers(
+def open_zip_wrappers(
     own: OwnFiles, sizes: Mapping[str, int], problems: Problems, *, with_packed: bool = True
 ) -> tuple[int, list[Extent]]:
     """Open the zip wrapper of every chunk, and unpack compressed chunks if `with_packed`.
@@ -489,7 +495,7 @@ def check_zip_wrappers(
         tensors={name: replace(own.layout.tensors[name], chunks=found) for name, found in chunks.items() if found},
         blobs={name: blob for name, blob in own.layout.blobs.items() if blob.content is not None or is_there(blob)},
     )
-    located = locate_all_chunks(sound, problems.add, with_packed=with_packed)
+    located = locate_all_chunks(sound, problems.add, decompress=with_packed)
     places = {(c.path, c.offset): c.length for tensor in located.tensors.values() for c in tensor.chunks}
     content = sum(places.values()) + sum(blob.length for blob in located.blobs.values())
     compared = {  # chunks that were unpacked, which verified their internal checksums, if any
@@ -535,7 +541,7 @@ def verify_whole_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Pro
             problems.add(Corrupt("the manifest does not list this file", path=own.root / name, hint=hint))
 
 
-def make_verified(own: OwnFiles, sizes: Mapping[str, int], content: int, problems: Problems) -> Verified:
+def unverified_result(own: OwnFiles, sizes: Mapping[str, int], content: int, problems: Problems) -> Verified:
     """Return the result for files of these sizes with `content` bytes of entries, none of them verified yet."""
     extra = (
         [] if own.manifest else [name for name in own.unexpected_files if not problems.has_problem_in(own.root / name)]

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ckptkit.cli.settings import PlainCommand, UsageError, as_typer_command, exit_with_help, parse_plain_values
+from ckptkit.cli.settings import PlainCommand, UsageError, as_typer_command, exit_with_help, install_plain_value_parser
 from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import SALVAGE, SALVAGE_HERE, Usage
 from ckptkit.version import __version__
@@ -243,7 +243,7 @@ class Commands(TyperGroup):
             exit_with_help(ctx)
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
-        parse_plain_values(self.get_params(ctx))
+        install_plain_value_parser(self.get_params(ctx))
         return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **settings: Any) -> Any:

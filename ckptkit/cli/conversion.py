@@ -30,8 +30,8 @@ from ckptkit.cli.output import (
 )
 from ckptkit.cli.settings import checkpoint_argument, given_settings, typer_option_of
 from ckptkit.entry_points import import_object
-from ckptkit.errors import Usage, first_of
-from ckptkit.formats import describe_writable, writable_formats
+from ckptkit.errors import Usage, names_and_more
+from ckptkit.formats import describe_writable_formats, writable_formats
 from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.path import capabilities_at
 from ckptkit.models.names.weights import NOT_ASKED, LeftOut
@@ -121,7 +121,7 @@ def group_names_by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for layer, inside in sorted(layers.items(), key=lambda item: natural_sort_key(item[0])):
         above, _, number = layer.rpartition(".")
-        alike[above, first_of(inside, _MOST_TENSORS)].append(number)
+        alike[above, names_and_more(inside, _MOST_TENSORS)].append(number)
     lines = [
         (f"{above}.{format_number_ranges(map(int, numbers))}" if above else "", inside)
         for (above, inside), numbers in alike.items()
@@ -132,11 +132,11 @@ def group_names_by_layer(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(layer.ljust(width), inside) for layer, inside in lines]
 
 
-To = Annotated[Writable, typer.Option(help=f"{describe_writable()}.")]
+To = Annotated[Writable, typer.Option(help=f"{describe_writable_formats()}.")]
 ToOrAdapter = Annotated[
     WritableOrAdapter | None,
     typer.Option(
-        help=f"{describe_writable()}; {ADAPTER}: the adapter in SRC alone. "
+        help=f"{describe_writable_formats()}; {ADAPTER}: the adapter in SRC alone. "
         "By default pt if OUT is a file such as x.pt; required if OUT is a directory."
     ),
 ]
@@ -153,7 +153,7 @@ def shared_options(*names: str) -> dict[str, Setting]:
     return {name: OPTIONS[name] for name in names}
 
 
-def options_given_by_user(options: dict[str, Any], out: Path | None, *, yes: bool) -> dict[str, Any]:
+def complete_given_options(options: dict[str, Any], out: Path | None, *, yes: bool) -> dict[str, Any]:
     """Return the options that the user gave, and `dry_run=True` for an output on the Hub without `--yes`.
 
     Under torchrun, adds the option for this rank's part of the work.
@@ -250,7 +250,7 @@ def remark_lines(result: Converted) -> list[str]:
         if left.why not in NOT_ASKED:
             by_reason[left.why].append(left)
     for why, group in by_reason.items():
-        names = first_of([f"`{left.name}`" for left in group], _MOST_LEFT_OUT)
+        names = names_and_more([f"`{left.name}`" for left in group], _MOST_LEFT_OUT)
         entries, nbytes = sum(left.entries for left in group), sum(left.nbytes for left in group)
         lines.append(f"not copied: {names}, {count(entries, 'entry')}, {format_bytes(nbytes)} ({why})")
     named = [(old, new) for old, new in result.renamed.items() if old.removeprefix(f"{result.wrapper}.") != new]

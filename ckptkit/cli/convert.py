@@ -16,12 +16,12 @@ from ckptkit.cli.conversion import (
     To,
     ToOrAdapter,
     Yes,
-    options_given_by_user,
+    complete_given_options,
     parse_factors,
     print_result,
 )
 from ckptkit.cli.output import Json, progress_bar
-from ckptkit.cli.settings import Also, each_with_others, join_also_directories, with_options
+from ckptkit.cli.settings import Also, join_also_directories, join_also_if_single, with_options
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_model_path, to_path
 
@@ -59,7 +59,7 @@ def consolidate(
 
     src = join_also_directories(src, also)
     with progress_bar("consolidating") as progress:
-        done = run(src, out, **options_given_by_user(options, out, yes=yes), progress=progress)
+        done = run(src, out, **complete_given_options(options, out, yes=yes), progress=progress)
     print_result(src, done, "consolidated", yes=yes, json=json)
 
 
@@ -86,7 +86,7 @@ def convert(
 
     src = join_also_directories(src, also)
     with progress_bar("converting") as progress:
-        done = run(src, out, to=to, **options_given_by_user(options, out, yes=yes), progress=progress)
+        done = run(src, out, to=to, **complete_given_options(options, out, yes=yes), progress=progress)
     print_result(src, done, "converted", yes=yes, json=json)
 
 
@@ -124,7 +124,7 @@ def reshard(
 
     src = join_also_directories(src or default_source(), also) if also else src
     with progress_bar("resharding") as progress:
-        done = run(src, out, to=to, **options_given_by_user(options, out, yes=yes), progress=progress)
+        done = run(src, out, to=to, **complete_given_options(options, out, yes=yes), progress=progress)
     print_result(src, done, "resharded", yes=yes, json=json)
 
 
@@ -167,9 +167,9 @@ def average(
     """
     from ckptkit.conversion.combine import average as run
 
-    sources = each_with_others(sources, also, "pass one run and --last K")
+    sources = join_also_if_single(sources, also, "pass one run and --last K")
     with progress_bar("averaging") as progress:
-        wanted = {"to": to, **options_given_by_user(options, out, yes=yes)}
+        wanted = {"to": to, **complete_given_options(options, out, yes=yes)}
         done = run(sources, out, weights=parse_factors(factors), last=last, **wanted, progress=progress)
     print_result(done.source, done, "averaged", yes=yes, json=json)
 
@@ -206,9 +206,9 @@ def merge(
     from ckptkit.conversion.combine import merge as run
 
     hint = "`ckptkit consolidate ADAPTER OUT --also DIR` makes one directory of each"
-    adapters = each_with_others(adapters, also, hint)
+    adapters = join_also_if_single(adapters, also, hint)
     with progress_bar("merging") as progress:
-        wanted = {"to": to, **options_given_by_user(options, out, yes=yes)}
+        wanted = {"to": to, **complete_given_options(options, out, yes=yes)}
         done = run(model, adapters, out, weights=parse_factors(factors), **wanted, progress=progress)
     print_result(model, done, "merged", yes=yes, json=json)
 

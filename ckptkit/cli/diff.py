@@ -43,7 +43,7 @@ _OPTIONS = {
 }
 
 
-@with_options(_OPTIONS, before="every")
+@with_options(_OPTIONS, insert_before="every")
 def diff(
     a: Annotated[Path, checkpoint_argument("A")],
     b: Annotated[Path, typer.Argument(parser=to_path, metavar="B", help="The checkpoint or run to compare with.")],
@@ -128,14 +128,14 @@ def report(result: Diff, *, every: bool) -> None:
         print_note(f"hint: {command_line('stats', result.a, result.b)} shows which parameters moved most")
 
 
-def print_differences_by_size(kinds: Sequence[Kind], most: int | None) -> None:
+def print_differences_by_size(kinds: Sequence[Kind], max_rows: int | None) -> None:
     """Print a table of differences with their sizes. A change of dtype common to all stands in the header."""
     if not kinds:
         return
     changes = {describe_change(kind.difference) if kind.difference.reason == "dtype" else "" for kind in kinds}
     common = changes.pop() if len(changes) == 1 else ""
     rows = []
-    for kind in kinds[:most]:
+    for kind in kinds[:max_rows]:
         difference, distance = kind.difference, kind.difference.distance
         assert distance is not None
         assert difference.a is not None
@@ -148,15 +148,15 @@ def print_differences_by_size(kinds: Sequence[Kind], most: int | None) -> None:
         sizes = f"{distance.rel_l2:.3g}", f"{distance.max_abs:.3g}"
         rows.append((*sizes, f"{'all' if differ == total else share}{strange}", first, name))
     print_table(rows, ("rel L2", "max", "differ", "first", f"tensor: {common}" if common else "tensor"))
-    print_omitted_count(len(kinds), most)
+    print_omitted_count(len(kinds), max_rows)
 
 
-def print_differences_without_size(what: str, kinds: Sequence[Kind], most: int | None) -> None:
+def print_differences_without_size(heading: str, kinds: Sequence[Kind], max_rows: int | None) -> None:
     """Print differences without a size, such as other shapes."""
     lines = [
         with_repeat_count(f"{kind.difference.name}: {describe_change(kind.difference)}", kind.count) for kind in kinds
     ]
-    print_lines(what, lines, most)
+    print_lines(heading, lines, max_rows)
 
 
 def describe_change(difference: Difference) -> str:
@@ -182,15 +182,15 @@ def fold_layer_names(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def print_lines(what: str, lines: Sequence[str], most: int | None) -> None:
-    """Print a heading and lines, if there are any: the first `most`, and the number of the others."""
+def print_lines(heading: str, lines: Sequence[str], max_rows: int | None) -> None:
+    """Print a heading and lines, if there are any: the first `max_rows`, and the number of the others."""
     if lines:
-        print_text_line(f"{what}:")
-    for line in lines[:most]:
+        print_text_line(f"{heading}:")
+    for line in lines[:max_rows]:
         print_text_line(f"  {line}")
-    print_omitted_count(len(lines), most)
+    print_omitted_count(len(lines), max_rows)
 
 
-def print_omitted_count(number: int, most: int | None) -> None:
-    if most is not None and number > most:
-        print_text_line(f"  ... {number - most:,} more: --all lists them")
+def print_omitted_count(number: int, max_rows: int | None) -> None:
+    if max_rows is not None and number > max_rows:
+        print_text_line(f"  ... {number - max_rows:,} more: --all lists them")

@@ -28,7 +28,7 @@ _OPTIONS = {
 }
 
 
-@with_options(_OPTIONS, before="every")
+@with_options(_OPTIONS, insert_before="every")
 def doctor(
     ckpt: Annotated[Path, checkpoint_argument("CKPT")],
     every: Annotated[bool, typer.Option("--all", help="List every finding.")] = False,

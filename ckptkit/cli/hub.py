@@ -49,7 +49,7 @@ _CP_OPTIONS = {
 }
 
 
-@with_options(_PUSH_OPTIONS, before="yes")
+@with_options(_PUSH_OPTIONS, insert_before="yes")
 def push(
     src: Annotated[
         Path,

@@ -19,8 +19,8 @@ from ckptkit.cli.output import (
     print_used_checkpoint,
 )
 from ckptkit.cli.settings import Also, checkpoint_argument, join_also_directories
-from ckptkit.errors import first_of
-from ckptkit.words import count, count_parameters, format_bytes
+from ckptkit.errors import names_and_more
+from ckptkit.words import count, format_bytes, format_parameter_count
 
 if TYPE_CHECKING:
     from ckptkit.adapters.find import InspectedAdapter
@@ -52,11 +52,11 @@ def inspect(
 
     Exit codes: 0 done; 2 usage; 3 not a checkpoint, damaged or not supported; 4 an I/O failure; 5 an unsafe path.
     """
-    from ckptkit.checkpoints.other_kinds import find_other_kind
+    from ckptkit.checkpoints.other_kinds import find_non_checkpoint_kind
     from ckptkit.checks.inspect import inspect as look
 
     path = join_also_directories(path, also)
-    if kind := find_other_kind(path):
+    if kind := find_non_checkpoint_kind(path):
         kind.show_description(path, tensors=tensors, json=json)
         return
     inspected = look(path, with_places=chunks)
@@ -139,7 +139,7 @@ def report(inspected: Inspected, asked: Path) -> None:
         total = sum(group.bytes_by_dtype.values()) or 1
         shares = [f"{name} {format_percentage(nbytes / total)}" for name, nbytes in group.bytes_by_dtype.items()]
         dtypes = ", ".join(shares if len(shares) > 1 else group.bytes_by_dtype)
-        name, keys = "other" if kind == "rest" else kind, first_of(group.under, _MOST_KEYS)
+        name, keys = "other" if kind == "rest" else kind, names_and_more(group.under, _MOST_KEYS)
         rows.append((name, group.entries, format_bytes(group.nbytes), dtypes, keys))
     print_table(rows, ("", "entries", "size", "dtypes", "keys"))
     if inspected.optimizer_keys == "ids":
@@ -164,15 +164,15 @@ def adapter_line(adapter: InspectedAdapter) -> str:
     alpha = f"alpha {adapter.alpha}" if adapter.alpha or adapter.config else "alpha is unknown: no adapter_config.json"
     facts = [
         f"{adapter.method} of rank {rank}, {alpha}",
-        f"on {first_of(adapter.targets, _MOST_KEYS)} ({count(adapter.modules, 'module')})",
+        f"on {names_and_more(adapter.targets, _MOST_KEYS)} ({count(adapter.modules, 'module')})",
     ]
     if adapter.replaced:
-        facts.append(f"with a trained {first_of(adapter.replaced, _MOST_KEYS)}")
+        facts.append(f"with a trained {names_and_more(adapter.replaced, _MOST_KEYS)}")
     if adapter.has_base:
         facts.append("with its base")
     elif adapter.base:
         facts.append(f"of {adapter.base}")
-    return f"adapter {adapter.name}: {', '.join(facts)}; {count_parameters(adapter.parameters)}"
+    return f"adapter {adapter.name}: {', '.join(facts)}; {format_parameter_count(adapter.parameters)}"
 
 
 def quantized_line(quantized: InspectedQuantized) -> str:
@@ -180,9 +180,8 @@ def quantized_line(quantized: InspectedQuantized) -> str:
     if quantized.refusal is not None:
         return f"quantized: {quantized.refusal}"
     sizes = ", ".join(" x ".join(map(str, size)) or "a weight" for size in quantized.sizes)
-    weights = (
-        f"{count(quantized.weights, 'weight')}, {count_parameters(quantized.parameters)}, a scale for each {sizes}"
-    )
+    parameters = format_parameter_count(quantized.parameters)
+    weights = f"{count(quantized.weights, 'weight')}, {parameters}, a scale for each {sizes}"
     return f"quantized: {quantized.method}, {weights}; --dtype bf16 dequantizes them"
 
 

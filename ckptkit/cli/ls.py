@@ -21,7 +21,7 @@ from ckptkit.cli.output import (
     terminal_width,
 )
 from ckptkit.cli.settings import Also, join_also_directories
-from ckptkit.errors import first_of
+from ckptkit.errors import names_and_more
 from ckptkit.io.path import to_path
 from ckptkit.words import command_line, count, escape_control_characters, format_bytes
 
@@ -93,7 +93,7 @@ def report(listing: Listing, run: Path) -> None:
         labels += ["pinned"] if checkpoint.is_pinned else []
         marks.append(", ".join([*labels, *(f"`{name}`" for name in checkpoint.named_by)]))
     header = ["checkpoint", "age", "ranks", "size", "state"]
-    shown, hidden = choose_metrics(listing.checkpoints, [header, *fixed], marks)
+    shown, hidden = split_fitting_metrics(listing.checkpoints, [header, *fixed], marks)
     rows = []
     for row, checkpoint, mark in zip(fixed, listing.checkpoints, marks, strict=True):
         values = (checkpoint.metrics.get(name) for name in shown)
@@ -116,7 +116,7 @@ def print_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
         print_note(f"note: {inside} is a run: {command_line('ls', inside)} lists its checkpoints")
     blind = [one.name for one in listing.checkpoints if one.is_complete and not one.sizes_compared]
     if blind:
-        print_note(f"note: not compared with their metadata: the sizes of {first_of(blind, 3)}")
+        print_note(f"note: not compared with their metadata: the sizes of {names_and_more(blind, 3)}")
     claims = [checkpoint.claim for checkpoint in listing.checkpoints if checkpoint.claim]
     if any(not claim.is_deletion for claim in claims):
         uploads = command_line("prune", "--uploads", listing.root)
@@ -130,7 +130,7 @@ def print_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
             return
 
 
-def choose_metrics(
+def split_fitting_metrics(
     checkpoints: Sequence[Listed], table: Sequence[Sequence[str]], marks: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Return the metrics that fit beside a table, the most frequent first, and the metrics that do not fit."""

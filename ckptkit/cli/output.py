@@ -93,17 +93,17 @@ def print_raw_line(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(to_plain(value)))
+    typer.echo(json.dumps(to_json_value(value)))
 
 
-def to_plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """Return a value for JSON: dataclasses as objects, paths as strings, NaN and infinity as null."""
     if is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_json_value(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {name: to_plain(each) for name, each in value.items()}
+        return {name: to_json_value(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(each) for each in value]
+        return [to_json_value(each) for each in value]
     if isinstance(value, float):
         return value if isfinite(value) else None
     return str(value) if isinstance(value, Path) else value

@@ -18,12 +18,12 @@ from ckptkit.cli.output import (
     print_table,
     print_text_line,
     progress_bar,
-    to_plain,
+    to_json_value,
 )
-from ckptkit.cli.settings import Also, each_with_others, given_settings, join_also_directories, with_options
+from ckptkit.cli.settings import Also, given_settings, join_also_directories, join_also_if_single, with_options
 from ckptkit.errors import Usage
 from ckptkit.io.joined import local_paths_of
-from ckptkit.io.path import as_typed, to_live_path
+from ckptkit.io.path import restore_relative_path, to_uncached_path
 from ckptkit.settings import Setting, option_name
 from ckptkit.words import command_line, format_bytes
 
@@ -48,10 +48,11 @@ _OPTIONS = {
 }
 
 
-@with_options(_OPTIONS, before="uploads")
+@with_options(_OPTIONS, insert_before="uploads")
 def prune(
     run: Annotated[
-        Path, typer.Argument(parser=to_live_path, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
+        Path,
+        typer.Argument(parser=to_uncached_path, metavar="RUN", help="The run: a directory, or s3://bucket/prefix."),
     ],
     also: Also = None,
     uploads: Annotated[
@@ -93,7 +94,7 @@ def prune(
             if value:
                 message = f"--uploads cannot be combined with {option_name(name)}"
                 raise Usage(message, hint="run the two one after the other")
-        print_pruned_uploads(run, older or _WEEK, yes=yes, json=json)
+        prune_and_print_uploads(run, older or _WEEK, yes=yes, json=json)
         return
     if older is not None:
         raise Usage("--older works only with --uploads", hint="use --keep-last N to delete old checkpoints")
@@ -103,12 +104,12 @@ def prune(
     with progress_bar("demote") as progress:
         done = run_it(run, yes=yes, **given_settings(options), progress=progress)
     if json:
-        print_json({**to_plain(done), "freed_bytes": done.freed_bytes})
+        print_json({**to_json_value(done), "freed_bytes": done.freed_bytes})
     else:
         report(done)
 
 
-def print_pruned_uploads(run: Path, age: str, *, yes: bool, json: bool) -> None:
+def prune_and_print_uploads(run: Path, age: str, *, yes: bool, json: bool) -> None:
     """Print the unfinished uploads, and with `yes` abort those idle for an age such as `7d`, `12h`, `30m` or `90s`."""
     try:
         older = float(age[:-1]) * _UNITS.get(age[-1:], math.nan)
@@ -186,7 +187,9 @@ def pin(
     checkpoints: Annotated[
         list[Path],
         typer.Argument(
-            parser=to_live_path, metavar="CHECKPOINT", help="Checkpoints, or runs (their latest complete checkpoint)."
+            parser=to_uncached_path,
+            metavar="CHECKPOINT",
+            help="Checkpoints, or runs (their latest complete checkpoint).",
         ),
     ],
     also: Also = None,
@@ -206,18 +209,20 @@ def pin(
     """
     from ckptkit.runs.pin import pin as run_it
 
-    pinned = run_it(*each_with_others(checkpoints, also, "pin them one by one"))
+    pinned = run_it(*join_also_if_single(checkpoints, also, "pin them one by one"))
     if json:
         print_json({"pinned": pinned})
         return
     for path in pinned:
-        print_text_line(f"pinned {as_typed(checkpoints[0], path)}")
+        print_text_line(f"pinned {restore_relative_path(checkpoints[0], path)}")
 
 
 def unpin(
     checkpoints: Annotated[
         list[Path],
-        typer.Argument(parser=to_live_path, metavar="CHECKPOINT", help="Checkpoints; they need not exist any more."),
+        typer.Argument(
+            parser=to_uncached_path, metavar="CHECKPOINT", help="Checkpoints; they need not exist any more."
+        ),
     ],
     json: Json = False,
 ) -> None:
@@ -236,6 +241,6 @@ def unpin(
         print_json({"unpinned": unpinned})
         return
     for path in unpinned:
-        print_text_line(f"unpinned {as_typed(checkpoints[0], path)}")
+        print_text_line(f"unpinned {restore_relative_path(checkpoints[0], path)}")
     if not unpinned:
         print_note("note: nothing was pinned here; `ckptkit ls RUN` shows the pins of a run")

@@ -35,22 +35,26 @@ _COMMON = ("also", "jobs", "no_sync", "quiet", "json", "help")  # parameters of 
 
 
 def with_options(
-    settings: Mapping[str, Setting], *, leave_out: Iterable[str] = (), before: str = "", over_a_file: bool = False
+    settings: Mapping[str, Setting],
+    *,
+    leave_out: Iterable[str] = (),
+    insert_before: str = "",
+    overrides_file: bool = False,
 ) -> Callable[[Command], Command]:
     """Return a decorator that adds an option for each setting to a command, in place of `**options`.
 
-    The help shows them after the other options, or in front of the option `before`.
+    The help shows them after the other options, or in front of the option `insert_before`.
 
-    With `over_a_file` the options override settings of a file: an option that is not given is None, and each flag also
-    has a `--no-` form.
+    With `overrides_file` the options override settings of a file: an option that is not given is None, and each flag
+    also has a `--no-` form.
     """
-    make = override_option if over_a_file else option_of_setting
+    make = override_option if overrides_file else option_of_setting
     options = [make(name, setting) for name, setting in settings.items() if name not in set(leave_out)]
 
     def change(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        at = next((i for i, parameter in enumerate(own) if parameter.name == before), len(own))
+        at = next((i for i, parameter in enumerate(own) if parameter.name == insert_before), len(own))
         every = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own]
         return with_signature(command, [*every[:at], *options, *every[at:]])
 
@@ -76,10 +80,10 @@ def as_typer_command(command: Command) -> Command:
         command(**{name: value for name, value in values.items() if name in own})  # the callback of --quiet has acted
 
     parameters = [*own.values(), keyword_only_parameter("quiet", bool, False, QUIET)]
-    return with_signature(run, [name_option(each.replace(kind=each.KEYWORD_ONLY)) for each in parameters])
+    return with_signature(run, [with_option_name(each.replace(kind=each.KEYWORD_ONLY)) for each in parameters])
 
 
-def name_option(parameter: inspect.Parameter) -> inspect.Parameter:
+def with_option_name(parameter: inspect.Parameter) -> inspect.Parameter:
     """Return the parameter with the name of its option: `--dry-run` for `dry_run`. Arguments are unchanged.
 
     A flag that may be None, so that a file can set it, is named `--dry-run/--no-dry-run`.
@@ -161,7 +165,7 @@ class PlainCommand(TyperCommand):
         """Parse a command line; print the help if it is empty and the command has `no_args_is_help`."""
         if self.no_args_is_help and not args and not ctx.resilient_parsing:
             exit_with_help(ctx)
-        parse_plain_values(self.get_params(ctx))
+        install_plain_value_parser(self.get_params(ctx))
         try:
             return super().parse_args(ctx, args)
         except UsageError as error:
@@ -199,22 +203,22 @@ def exit_with_help(ctx: Any) -> NoReturn:
     raise typer.Exit(2)
 
 
-def parse_plain_values(parameters: Any) -> None:
+def install_plain_value_parser(parameters: Any) -> None:
     """Let parameters parse their simple values themselves."""
     for parameter in parameters:
         parameter.process_value = partial(parse_value, parameter, parameter.process_value)
 
 
-def parse_value(parameter: Parameter, leave_to_typer: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+def parse_value(parameter: Parameter, parse_with_typer: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
     """Return the parsed value of a parameter, from the command line or its default."""
     try:
-        parsed = parse_values(parameter, value)
+        parsed = parse_one_or_many(parameter, value)
     except (AttributeError, ValueError):  # older versions of typer have no `type_descriptor`, and do not use pydantic
-        return leave_to_typer(ctx, value)
+        return parse_with_typer(ctx, value)
     return parsed if parameter.callback is None else parameter.callback(ctx, parameter, parsed)
 
 
-def parse_values(parameter: Parameter, value: Any) -> Any:
+def parse_one_or_many(parameter: Parameter, value: Any) -> Any:
     """Return a parsed value, or a list of them. Raises `ValueError` for values that typer must handle."""
     is_many = parameter.multiple or parameter.nargs == -1
     if parameter.required and not value:
@@ -263,7 +267,7 @@ def join_also_directories(src: Path, also: Sequence[Path] | None) -> Path:
     return join_directories(src, also)
 
 
-def each_with_others(sources: Sequence[Path], also: Sequence[Path] | None, hint: str) -> list[Path]:
+def join_also_if_single(sources: Sequence[Path], also: Sequence[Path] | None, hint: str) -> list[Path]:
     """Return the sources of a command that takes several. Raises `Usage` for --also with more than one of them."""
     if also and len(sources) > 1:
         raise Usage("--also: expected one checkpoint, found several", hint=hint)

@@ -66,12 +66,12 @@ def print_shard_map(layout: Layout) -> None:
         print_text_line(f"left out: {count(tensors, 'smaller tensor')} of {count(len(left_out), 'kind')}, {nbytes}")
 
 
-def tensor_lines(row: Row, start: str, shards: ShardMap) -> Iterator[str]:
-    """Yield the lines of a tensor: its picture, its numbers, and its name without the prefix `start` of the heading."""
+def tensor_lines(row: Row, name_prefix: str, shards: ShardMap) -> Iterator[str]:
+    """Yield the lines of a tensor: its picture, its numbers, and its name without the heading's `name_prefix`."""
     numbers = f"  {format_bytes(row.nbytes):>7}  {len(row.shards):>5}  "
     times = f"  x{row.repeats}" if row.repeats > 1 else ""
     remarks = f"  ({', '.join(row.remarks)})" if row.remarks else ""
-    name = "  " * bool(start) + escape_control_characters(row.label.removeprefix(start)) + times + remarks
+    name = "  " * bool(name_prefix) + escape_control_characters(row.label.removeprefix(name_prefix)) + times + remarks
     pieces = fold_lines(name, max(24, terminal_width() - _INDENT))
     pictures = draw_tensor_lines(row, shards.owners, _WIDTH)
     for i, (picture, piece) in enumerate(zip_longest(pictures, pieces)):
@@ -135,35 +135,35 @@ def draw_tensor_lines(row: Row, owners: Sequence[Owner], width: int) -> list[Lin
     return lines
 
 
-def draw_line(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
+def draw_line(rectangles_and_owners: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
     """Return a line with the shards side by side, each with its owner's mark; see `draw_samples` for many shards."""
-    if len(parts) * _NARROWEST > width:
-        return draw_samples(parts, owners, width)
+    if len(rectangles_and_owners) * _NARROWEST > width:
+        return draw_samples(rectangles_and_owners, owners, width)
     ends: list[int] = []
-    for i, (part, _) in enumerate(parts):  # each part gets at least one column
-        least, most = (ends[-1] if ends else 0) + 1, width - (len(parts) - 1 - i)
+    for i, (part, _) in enumerate(rectangles_and_owners):  # each part gets at least one column
+        least, most = (ends[-1] if ends else 0) + 1, width - (len(rectangles_and_owners) - 1 - i)
         ends.append(min(max(round(part.right * width), least), most))
     runs = []
     for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        owner = parts[i][1]
+        owner = rectangles_and_owners[i][1]
         mark = owners[owner].mark
         runs.append(TextSpan((mark if len(mark) <= end - start else "").ljust(end - start, _FILLS[i % 2]), owner))
     return tuple(runs)
 
 
-def draw_samples(parts: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
+def draw_samples(rectangles_and_owners: Sequence[tuple[Rectangle, int]], owners: Sequence[Owner], width: int) -> Line:
     """Return a line for too many shards: each column has the owner of the shard at its center.
 
     The text shows the first owner's mark, the number of shards, and the last owner's mark.
     """
-    first, last = (owners[parts[i][1]].mark for i in (0, -1))
-    middle = f" {len(parts)} parts ".center(width - len(first) - len(last), _FILLS[0])
+    first, last = (owners[rectangles_and_owners[i][1]].mark for i in (0, -1))
+    middle = f" {len(rectangles_and_owners)} parts ".center(width - len(first) - len(last), _FILLS[0])
     shown = f"{first}{middle}{last}"[:width]
     at, runs = 0, []
     for column, character in enumerate(shown):
-        while at < len(parts) - 1 and parts[at][0].right <= (column + 0.5) / width:
+        while at < len(rectangles_and_owners) - 1 and rectangles_and_owners[at][0].right <= (column + 0.5) / width:
             at += 1
-        runs.append(TextSpan(character, parts[at][1]))
+        runs.append(TextSpan(character, rectangles_and_owners[at][1]))
     return tuple(runs)
 
 

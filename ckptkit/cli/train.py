@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
-@with_options(train_settings(), over_a_file=True)
+@with_options(train_settings(), overrides_file=True)
 def train(
     run: Annotated[
         Path,
@@ -147,7 +147,7 @@ _SCRIPT_OPTIONS = {
 }
 
 
-@with_options(_SCRIPT_OPTIONS, over_a_file=True)
+@with_options(_SCRIPT_OPTIONS, overrides_file=True)
 def smoke(
     run: Annotated[Path, typer.Option(parser=to_local_path, metavar="DIR", help="Where to write the run.")] = Path(
         "run"

@@ -19,9 +19,9 @@ from ckptkit.cli.output import (
     print_table,
     print_text_line,
     progress_bar,
-    to_plain,
+    to_json_value,
 )
-from ckptkit.cli.settings import Also, each_with_others, given_settings, join_also_directories, with_options
+from ckptkit.cli.settings import Also, given_settings, join_also_directories, join_also_if_single, with_options
 from ckptkit.errors import Usage
 from ckptkit.io.file import missing_path_error
 from ckptkit.io.path import to_local_path, to_path
@@ -51,7 +51,7 @@ _OPTIONS = {
 }
 
 
-@with_options(_OPTIONS, before="base")
+@with_options(_OPTIONS, insert_before="base")
 def verify(
     paths: Annotated[
         list[Path], typer.Argument(parser=to_path, metavar="PATH", help="Checkpoints, or runs (all their checkpoints).")
@@ -72,14 +72,14 @@ def verify(
 
     Exit codes: 0 no problems; 1 problems, all of them listed; 2 usage; 3 not a checkpoint; 4 an I/O failure.
     """
-    from ckptkit.checkpoints.other_kinds import directories_in_group, find_other_kind
+    from ckptkit.checkpoints.other_kinds import expand_directory_group, find_non_checkpoint_kind
     from ckptkit.checks.verify import verify as check
 
     fast, against, stats, jobs = (options[name] for name in ("fast", "against", "stats", "jobs"))
-    paths = each_with_others(paths, also, "verify them one by one")
+    paths = join_also_if_single(paths, also, "verify them one by one")
     if base is None:
-        paths = [member for path in paths for member in directories_in_group(path)]
-    deltas = {path: kind for path in paths if (kind := find_other_kind(path))}
+        paths = [member for path in paths for member in expand_directory_group(path)]
+    deltas = {path: kind for path in paths if (kind := find_non_checkpoint_kind(path))}
     if base and (others := [path for path in paths if path not in deltas]):
         if not others[0].exists():
             raise missing_path_error(others[0])
@@ -95,7 +95,7 @@ def verify(
     is_ok = all(part.is_ok for part in verified)
     numbers = [tensor for part in verified for tensor in part.stats]
     if json:
-        counted = [to_plain(tensor) | {"spec": str(tensor.spec)} for tensor in numbers]
+        counted = [to_json_value(tensor) | {"spec": str(tensor.spec)} for tensor in numbers]
         print_json(to_json(verified) | ({"stats": counted} if stats else {}))
     else:
         report(verified, deltas, fast=fast)

@@ -17,12 +17,12 @@ from ckptkit.state.model import Model
 from ckptkit.state.options import MODULE, QUANTIZERS, ConvertOptions
 from ckptkit.state.steps import (
     cast_to_requested,
-    fit_config,
+    fit_tensors_to_config,
     is_plain_llama,
     open_selected_model,
     record_dtype,
-    refuse_copies,
-    resize_vocabulary,
+    record_vocabulary_size,
+    refuse_duplicate_model,
     restore_key_paths,
     translate_names,
     without_trainer_prefix,
@@ -38,22 +38,22 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
     else:
         model = open_and_join_models(components, options)
         if options.vocab_size is not None:
-            model = resize_vocabulary(model, options.vocab_size)
+            model = record_vocabulary_size(model, options.vocab_size)
         if options.from_base:
             from ckptkit.state.base_tensors import copy_from_base
 
             model = copy_from_base(model, options)
         if options.is_for_hub:
-            model = fit_config(model, options)
+            model = fit_tensors_to_config(model, options)
             model = with_notes_on_base(model, options)
         if not options.writer.is_model_only:
             model = restore_key_paths(model, options)
     if options.dtype:
         model = cast_to_requested(model, options)
         if options.quantize is None and model.may_be_quantized:
-            from ckptkit.state.quantized.plain import check_casts
+            from ckptkit.state.quantized.plain import check_quantized_casts
 
-            model = check_casts(model, options)
+            model = check_quantized_casts(model, options)
     if model.companions.config is not None:
         model = record_dtype(model, options)
     if options.quantize is not None:
@@ -80,9 +80,9 @@ def open_and_join_models(components: Sequence[Component], options: ConvertOption
     """
     models = [open_model_with_names(component, options) for component in components]
     if len(models) > 1:
-        from ckptkit.state.mean import align_models
+        from ckptkit.state.mean import join_models_to_average
 
-        return align_models(models)
+        return join_models_to_average(models)
     (model,) = models
     if model.part.masters is None:
         return model
@@ -95,7 +95,7 @@ def open_model_with_names(component: Component, options: ConvertOptions, replace
     """Return the weights in a component, or in a layout `replacement`, under the names that `options` ask for."""
     model = open_selected_model(component, options, replacement)
     if options.is_for_hub:
-        refuse_copies(model)
+        refuse_duplicate_model(model)
     if options.quantize is not None or model.may_be_quantized:
         from ckptkit.state.quantized.plain import dequantize_if_asked
 
@@ -121,9 +121,9 @@ def with_notes_on_base(model: Model, options: ConvertOptions) -> Model:
     """Add notes on differences from the base, and correct the number of predictor layers in config.json."""
     # with --text-only, the base has the names of the larger model
     if (options.base or model.config.get("_name_or_path")) and not options.text_only:
-        from ckptkit.state.base_tensors import compare_with_base
+        from ckptkit.state.base_tensors import with_base_difference_notes
 
-        model = compare_with_base(model, options)
+        model = with_base_difference_notes(model, options)
     if any(word in str(model.config) for word in ("mtp", "nextn")):
         from ckptkit.models.predictors import with_present_mtp_layers
 

@@ -13,14 +13,14 @@ from ckptkit.checkpoints.run import RunFolder
 from ckptkit.conversion.convert import run_conversion
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_model_path
-from ckptkit.state.options import ConvertOptions, Keywords, with_spelled_options
+from ckptkit.state.options import ConvertOptions, Keywords, with_full_signature
 from ckptkit.state.report import Converted
 from ckptkit.words import command_line, count
 
 _TOLERANCE = 1e-6  # weights whose sum is this close to 1 need no note about the division
 
 
-@with_spelled_options
+@with_full_signature
 def average(
     sources: Source | Sequence[Source],
     dst: str | Path,
@@ -82,7 +82,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     return complete[-last:]
 
 
-@with_spelled_options
+@with_full_signature
 def merge(
     model: Source,
     adapters: Source | Sequence[Source],

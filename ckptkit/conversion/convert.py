@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, path_of_source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source, step_checkpoints_in_run
 from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
+from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.entry_points import import_object
@@ -27,18 +27,18 @@ from ckptkit.io.destination import is_on_hub, to_destination
 from ckptkit.io.file import is_existing_path
 from ckptkit.io.path import is_remote, path_beside, remarks_on_hub_id, to_path
 from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.companions import directories_to_search
 from ckptkit.models.names.weights import NOT_ASKED, training_state_names
 from ckptkit.state.directories import (
     path_below,
     require_directory_name,
     require_free_or_replaceable,
-    require_outside,
     require_separate_destination,
+    require_source_outside_destination,
 )
 from ckptkit.state.draft import Conversion, draft_of_model
-from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, with_spelled_options
+from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, with_full_signature
 from ckptkit.state.pipeline import write_output
 from ckptkit.state.report import Converted, Written, complete_result, predict_result
 from ckptkit.state.selection import LIKE
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 RUN = "run"  # default output directory of `ckptkit train`
 
 
-@with_spelled_options
+@with_full_signature
 def convert(
     src: Source,
     dst: str | Path,
@@ -92,7 +92,7 @@ def convert(
     return run_conversion([src], dst, own)
 
 
-@with_spelled_options
+@with_full_signature
 def consolidate(src: Source, dst: str | Path, **options: Unpack[Keywords]) -> Converted:
     """Write the model weights of the checkpoint at `src` to directory or URL `dst`, with config and tokenizer.
 
@@ -106,7 +106,7 @@ def consolidate(src: Source, dst: str | Path, **options: Unpack[Keywords]) -> Co
     return convert(src, dst, to="hf", **options)
 
 
-@with_spelled_options
+@with_full_signature
 def reshard(
     src: Source | None = None,
     dst: str | Path | None = None,
@@ -158,7 +158,7 @@ def find_checkpoint_before_latest(run: Path) -> Checkpoint | None:
     newest = Checkpoint.at(run)
     if not run.is_dir() or (newest.is_at_own_path and not newest.is_run_with_strays):
         return None
-    complete = [checkpoint for checkpoint in checkpoints_named_in_run(run) if checkpoint.is_complete]
+    complete = [checkpoint for checkpoint in step_checkpoints_in_run(run) if checkpoint.is_complete]
     for checkpoint in complete[-2::-1]:
         with suppress(Corrupt, IOFailure, Unsafe, Unsupported):
             if checkpoint.layout.names:
@@ -193,7 +193,7 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
     for path in map(to_path, named):
         # a model id is not a path, and a repository on the Hub keeps its earlier commits
         if not is_on_hub(path) and path.exists():
-            require_outside(path, dst)
+            require_source_outside_destination(path, dst)
     require_free_or_replaceable(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:
         conversion = draft_salvage(checkpoints[0], dst, options)
@@ -212,7 +212,7 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
         check_replaceable(dst, conversion.file_sizes, output_is_training=conversion.is_training_file)
     is_known = conversion.is_fitted or options.salvage  # a salvage lists the missing tensors itself
     hint = "pass --base MODEL to compare its shapes with a config.json"
-    doubts = [] if is_known else [(one.path, doubt) for one in checkpoints if (doubt := find_partial_file_doubt(one))]
+    doubts = [] if is_known else [(one.path, doubt) for one in checkpoints if (doubt := why_maybe_partial_file(one))]
     cautions = (Caution(f"{path}: {doubt}; {hint}") for path, doubt in doubts)
     return conversion.with_notes(*cautions, *remarks_on_hub_id(options.base))
 
@@ -274,7 +274,7 @@ def draft_conversion(checkpoints: Sequence[Checkpoint], dst: Path, options: Conv
     chosen = [choose_model_component(checkpoint, options) for checkpoint in checkpoints]
     parts, remarks = [part for part, _ in chosen], dict.fromkeys(note for _, notes in chosen for note in notes)
     if not options.merge:
-        if any(may_be_adapted(part.layout.tensors) for part in parts):
+        if any(may_be_adapter(part.layout.tensors) for part in parts):
             from ckptkit.adapters.draft import draft_adapters, open_adapters
 
             if adapted := [opened for part in parts if (opened := open_adapters(part, options))]:

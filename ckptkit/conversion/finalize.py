@@ -15,7 +15,7 @@ from ckptkit.io.disk import staging_path
 from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.progress import Progress
-from ckptkit.io.staging import find_staging_key
+from ckptkit.io.staging import find_resume_key
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.pipeline import finish_output
 from ckptkit.state.report import Converted
@@ -41,7 +41,7 @@ def finalize(
         text = read_small(begun, _LIMIT) if is_existing_path(begun) else None
     else:
         begun = staging_path(output.absolute())
-        text = find_staging_key(begun)
+        text = find_resume_key(begun)
     if text is None:
         hint = "run `ckptkit consolidate SRC OUT --part 1/N` to `--part N/N` first"
         raise NotACheckpoint("expected the parts of an output, found none", path=output, hint=hint)
@@ -54,4 +54,4 @@ def finalize(
         message = "expected the sources and options of a conversion, found other data"
         raise Corrupt(message, path=begun, hint=hint) from error
     asked = replace(options, jobs=jobs, sync=sync, progress=progress)
-    return plan_and_convert(sources, output, asked, partial(finish_output, count=count))
+    return plan_and_convert(sources, output, asked, partial(finish_output, share_count=count))

@@ -16,15 +16,15 @@ from ckptkit.errors import Corrupt, IOFailure, Mismatch, NotACheckpoint, Unsafe,
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.box import Shape
-from ckptkit.layout.renames import match_names_by_rule, renaming_function, rules_for
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.renames import match_names_by_rule, renaming_function, rules_for_renames
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.companions import find_companions, read_config_json
 from ckptkit.models.expected import Form, closest_form, forms_of_model
 from ckptkit.models.fit import drop_extra_state
 from ckptkit.models.names import HUB
 from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.weights import Weights, find_weights_or_none
-from ckptkit.models.vocabulary import find_vocabulary_size, is_by_token
+from ckptkit.models.vocabulary import find_vocabulary_size, has_row_per_token
 from ckptkit.state.names import collect_name_arguments
 from ckptkit.state.quantized.find import find_quantized
 
@@ -110,7 +110,7 @@ class LoadTarget:
     def adapters_in_model(self) -> Adapted | None:
         """Return the adapters among the model's tensors; None if there are none."""
         try:
-            is_likely = self.weights is not None and may_be_adapted(self.weights.layout.tensors)
+            is_likely = self.weights is not None and may_be_adapter(self.weights.layout.tensors)
             return find_adapters(self.weights.layout) if self.weights and is_likely else None
         except (Corrupt, Unsupported):
             return None
@@ -162,11 +162,11 @@ class KeyMismatch:
     def renames_of_extra(self) -> dict[str, str]:
         """Return the model's name for each `extra` tensor that a rule explains. Ignores padding of the vocabulary."""
         resized = {
-            name: shape if self.rows is None or not is_by_token(name) else (self.rows, *shape[1:])
+            name: shape if self.rows is None or not has_row_per_token(name) else (self.rows, *shape[1:])
             for name, shape in self.extra.items()
         }
         by_rule_pairs = match_names_by_rule(resized, dict(self.missing))
-        new_name = renaming_function(rules_for(by_rule_pairs, by_rule_pairs) or ())
+        new_name = renaming_function(rules_for_renames(by_rule_pairs, by_rule_pairs) or ())
         remaining = {name: new_name(name) for name in resized if name not in by_rule_pairs}
         return by_rule_pairs | {old: new for old, new in remaining.items() if self.tied.get(new) == resized[old]}
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ckptkit.adapters.find import EMPTY
-from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
+from ckptkit.checkpoints.checkpoint import Checkpoint, step_checkpoints_in_run
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.problems import Problems
@@ -16,8 +16,8 @@ from ckptkit.checks.verify import verify_component
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, consolidate_fix, rewrite_fix
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
-from ckptkit.io.path import as_typed, is_remote
-from ckptkit.runs.ls import make_listed
+from ckptkit.io.path import is_remote, restore_relative_path
+from ckptkit.runs.ls import make_listing_entry
 
 Damage = Mapping[Path, Sequence[CkptError]]
 
@@ -63,7 +63,7 @@ def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None
 
     A salvage does not restore a lost config.json or tokenizer: for those the fix copies them from `model`, if given.
     """
-    complete = find_complete_checkpoint(checkpoint) if damage else None
+    complete = find_other_complete_checkpoint(checkpoint) if damage else None
     fix = rewrite_fix(checkpoint, salvage=True, fill_from=complete) if damage else None
     copy = consolidate_fix(checkpoint, base=str(model)) if damage and model is not None else None
     other = f"; {complete.name} beside it is complete" if complete else ""
@@ -83,19 +83,21 @@ def find_damage(checkpoint: Checkpoint, damage: Damage, model: str | Path | None
         yield Finding(problem.code, problem.tensor, message, chosen_fix if isinstance(problem, Corrupt) else None)
 
 
-def find_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
+def find_other_complete_checkpoint(checkpoint: Checkpoint) -> Path | None:
     """Return the latest other checkpoint of the run that is complete; None if there is none."""
     if checkpoint.step_in_name is None:
         return None
     try:
-        others = reversed(checkpoints_named_in_run(as_typed(checkpoint.path, checkpoint.path.absolute().parent)))
-        listed = (make_listed(other) for other in others if other.name != checkpoint.name)
+        others = reversed(
+            step_checkpoints_in_run(restore_relative_path(checkpoint.path, checkpoint.path.absolute().parent))
+        )
+        listed = (make_listing_entry(other) for other in others if other.name != checkpoint.name)
         return next((other.path for other in listed if other.is_complete), None)
     except IOFailure:
         return None
 
 
-def find_torch_version(target: LoadTarget) -> Iterator[Finding]:
+def find_unreadable_torch_metadata(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if a later torch wrote the metadata and the installed torch fails to read it."""
     try:
         own = version("torch")  # without importing it

@@ -7,13 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, path_of_source
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source, step_checkpoints_in_run
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import describe_not_copied
-from ckptkit.checkpoints.one_of_several import find_partial_file_doubt, find_partial_file_error
+from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
 from ckptkit.diagnosis.case import LoadTarget, TargetModel
 from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix, run_fix
-from ckptkit.diagnosis.damage import find_damage, find_inconsistencies, find_torch_version, problems_by_component
+from ckptkit.diagnosis.damage import (
+    find_damage,
+    find_inconsistencies,
+    find_unreadable_torch_metadata,
+    problems_by_component,
+)
 from ckptkit.diagnosis.exports import (
     find_adapter_config_of_model,
     find_broken_export,
@@ -25,7 +30,7 @@ from ckptkit.diagnosis.finding import Finding, Fix
 from ckptkit.diagnosis.names import find_name_mismatches, find_wrapper_prefixes
 from ckptkit.diagnosis.optimizer import (
     find_group_differences,
-    find_missing_states,
+    find_missing_shard_states,
     find_rank_dependent_state,
     find_unlisted_parameters,
     list_missing_states,
@@ -50,17 +55,17 @@ from ckptkit.errors import and_more, too_small_error
 from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
-from ckptkit.state.masters import REMAINDERS, remainders_in
+from ckptkit.state.masters import REMAINDERS, master_remainder_entries
 from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import command_line, count
 
 # what doctor looks for in a readable checkpoint, in the order of the output
 KINDS: tuple[Callable[[LoadTarget], Iterator[Finding]], ...] = (
-    find_torch_version, find_missing_index, find_invalid_config_dtype, find_adapter_config_of_model,
+    find_unreadable_torch_metadata, find_missing_index, find_invalid_config_dtype, find_adapter_config_of_model,
     find_empty_adapter, find_ambiguous_model, find_unmerged_adapters, find_undeclared_quantized,
     find_declared_quantized, find_tokens_without_row, find_extra_state, find_missing_predictors, find_wrapper_prefixes,
-    find_name_mismatches, find_missing_towers_and_layers, find_shape_mismatches, find_tie_problems, find_missing_states,
-    find_rank_dependent_state, find_group_differences, compare_with_checkpoint, find_unlisted_parameters,
+    find_name_mismatches, find_missing_towers_and_layers, find_shape_mismatches, find_tie_problems,
+    find_missing_shard_states, find_rank_dependent_state, find_group_differences, compare_with_checkpoint, find_unlisted_parameters,
     find_inconsistencies,
 )  # fmt: skip
 
@@ -190,7 +195,7 @@ def notes_on_skipped_checks(target: LoadTarget | None) -> Iterator[str]:
     if target is None:
         yield "nothing else was checked"
         return
-    if target.key_mismatch is None and (doubt := find_partial_file_doubt(target.checkpoint)):
+    if target.key_mismatch is None and (doubt := why_maybe_partial_file(target.checkpoint)):
         yield doubt
     states = [] if target.checkpoint.model_component.reader.is_sharded else list(list_missing_states(target))
     if states:
@@ -199,7 +204,7 @@ def notes_on_skipped_checks(target: LoadTarget | None) -> Iterator[str]:
             f"the optimizer has no state of {what}: the parameter is frozen, or never received a gradient. In the "
             f"second case torch's `set_optimizer_state_dict` fails; to fix that: {states[0].fix}"
         )
-    if target.weights and (names := remainders_in(target.layout, target.weights.layout.specs)):
+    if target.weights and (names := master_remainder_entries(target.layout, target.weights.layout.specs)):
         yield (
             f"the optimizer has remainders of the masters of {count(len(names), 'weight')} in {REMAINDERS}, such as "
             f"`{names[0]}`: an optimizer without remainders loads them as numbers; `--weights-from master` adds them"
@@ -222,7 +227,7 @@ def note_on_unfinished_checkpoint(asked: Path, checkpoint: Checkpoint) -> Iterat
     """Yield a note if the run at `asked` has a later checkpoint that is not complete."""
     if asked == checkpoint.path or not asked.is_dir():
         return
-    named = [one for one in checkpoints_named_in_run(asked) if (one.step_in_name or 0) > (checkpoint.step_in_name or 0)]
+    named = [one for one in step_checkpoints_in_run(asked) if (one.step_in_name or 0) > (checkpoint.step_in_name or 0)]
     later = [one.name for one in named if not one.is_complete]
     if later:
         yield f"later, and unfinished: {', '.join(later)}"

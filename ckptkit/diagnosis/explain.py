@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.diagnosis import explanations
 from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix
-from ckptkit.diagnosis.damage import find_torch_version
+from ckptkit.diagnosis.damage import find_unreadable_torch_metadata
 from ckptkit.diagnosis.doctor import open_load_target
 from ckptkit.diagnosis.explanations import Look, MatchedMessage, explain_shape_mismatch
 from ckptkit.diagnosis.finding import Finding
@@ -121,7 +121,7 @@ MESSAGES: tuple[Message, ...] = (
         "shape",
         "The table above the message lists the tensors whose shapes differ. `ckptkit doctor CKPT --model MODEL` "
         "says why. `ignore_mismatched_sizes=True` would fill them with random numbers.",
-        explanations.explain_misfits,
+        explanations.explain_mismatch_without_names,
     ),
     Message(
         "were not initialized from the model checkpoint at … and are newly initialized: …",
@@ -129,7 +129,7 @@ MESSAGES: tuple[Message, ...] = (
         "missing",
         "transformers only prints a warning, but do not continue: these tensors are random now. The names in the file "
         "differ from the model's names: by a prefix, a wrapper, an adapter, or because they belong to another family.",
-        explanations.explain_misfits,
+        explanations.explain_mismatch_without_names,
     ),
     Message(
         "LOAD REPORT…from: …",
@@ -138,7 +138,7 @@ MESSAGES: tuple[Message, ...] = (
         "transformers only prints a warning, but do not continue if the table lists `MISSING`: those tensors are "
         "random now. If as many are `UNEXPECTED`, the names in the file differ from the model's names: by a prefix, a "
         "wrapper, an adapter, or because they belong to another family. `MISMATCH` means another shape.",
-        explanations.explain_misfits,
+        explanations.explain_mismatch_without_names,
     ),
     Message(
         "loaded state dict has a different number of parameter groups",
@@ -214,7 +214,7 @@ MESSAGES: tuple[Message, ...] = (
         "incomplete",
         "torch could not read a `.metadata`: the save did not finish, the directory is wrong, or, if the traceback "
         "also says `too many values to unpack`, a later torch wrote the metadata.",
-        lambda _, target: find_torch_version(target),
+        lambda _, target: find_unreadable_torch_metadata(target),
     ),
     Message(
         "too many values to unpack (expected 5",
@@ -222,7 +222,7 @@ MESSAGES: tuple[Message, ...] = (
         "torch_version",
         "torch 2.15 or later wrote `.metadata`, and describes tensors by six properties. `ckptkit reshard` and "
         "`ckptkit convert --to dcp` write metadata that every torch reads.",
-        lambda _, target: find_torch_version(target),
+        lambda _, target: find_unreadable_torch_metadata(target),
     ),
     Message(
         "Invalid checkpoint metadata for …, expected BytesStorageMetadata but found …",

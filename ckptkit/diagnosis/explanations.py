@@ -15,10 +15,10 @@ from ckptkit.diagnosis.names import (
     may_be_trained,
     names_without_wrappers,
 )
-from ckptkit.diagnosis.optimizer import find_missing_states, readable_optimizers_in
+from ckptkit.diagnosis.optimizer import find_missing_shard_states, readable_optimizers_in
 from ckptkit.diagnosis.shapes import find_shape_mismatches
 from ckptkit.layout import Layout
-from ckptkit.layout.renames import find_prefix_rule, match_names_by_rule, rules_for
+from ckptkit.layout.renames import find_prefix_rule, match_names_by_rule, rules_for_renames
 from ckptkit.models.known_types import HEAD
 from ckptkit.models.names import HUB
 from ckptkit.models.vocabulary import row_count_by_name
@@ -52,7 +52,7 @@ def explain_missing_keys(matched: MatchedMessage, target: LoadTarget) -> Iterato
         pairs |= {name: own for name, own in raw.items() if own in wanted and name != own}
     renamed = set(pairs.values())
     if pairs:
-        rules = rules_for({old: new for old, new in pairs.items() if old in raw}, raw.keys()) if raw else None
+        rules = rules_for_renames({old: new for old, new in pairs.items() if old in raw}, raw.keys()) if raw else None
         yield from findings_on_renames(target.checkpoint, pairs, rules, "the model")
     elif target.checkpoint.family is not None and target.checkpoint.companions.config is not None:
         message = f"the checkpoint uses {target.checkpoint.family.name}'s names, and the model uses other names"
@@ -88,9 +88,11 @@ def explain_unexpected_keys(matched: MatchedMessage, target: LoadTarget) -> Iter
 def explain_missing_key_in_checkpoint(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
     """Yield why the shards lack a key: its optimizer state was not saved, or it has another name or parent key."""
     name = matched.parts[0].rstrip(".")
-    states = [state for state in find_missing_states(target) if state.tensor and name.startswith(f"{state.tensor}.")]
+    states = [
+        state for state in find_missing_shard_states(target) if state.tensor and name.startswith(f"{state.tensor}.")
+    ]
     if states:
-        yield from find_missing_states(target)
+        yield from find_missing_shard_states(target)
         return
     wrapper = target.weights.dotted_prefix if target.weights else ""
     unwrapped, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, names_without_wrappers(target)
@@ -179,7 +181,7 @@ def explain_missing_file(matched: MatchedMessage, target: LoadTarget) -> Iterato
         yield Finding("world_size", None, message, reshard_fix(target.checkpoint, int(world[1])))
 
 
-def explain_misfits(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said
+def explain_mismatch_without_names(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:  # noqa: ARG001 - the names are cut short, or not said
     for kind in (find_wrapper_prefixes, find_name_mismatches, find_shape_mismatches):
         yield from kind(target)
 

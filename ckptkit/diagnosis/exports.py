@@ -32,7 +32,7 @@ from ckptkit.formats.safetensors_headers import load_raw_header, parse_header_en
 from ckptkit.io.file import names_in
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import CONFIG, find_companions
 from ckptkit.models.expected import closest_form
@@ -83,7 +83,7 @@ def find_complete_export(component: Component) -> tuple[HeaderFiles, Mapping[str
     series and no tensor is missing.
     """
     try:
-        headers = find_layout_in_headers(component.path, _HF)
+        headers = join_safetensors_headers(component.path, _HF)
         index = find_index_in(component.path)
         config = find_companions(component.path, component.base).config
     except _UNREAD:
@@ -134,7 +134,7 @@ def find_adapter_config_of_model(target: LoadTarget) -> Iterator[Finding]:
     if not has_loadable_weight_files(target.checkpoint) or component.is_adapter or not component.path.is_dir():
         return
     names = names_in(component.path)
-    if may_be_adapted(component.layout.tensors) or any(name.startswith("adapter_model.") for name in names):
+    if may_be_adapter(component.layout.tensors) or any(name.startswith("adapter_model.") for name in names):
         return
     if ADAPTER_CONFIG in names and read_json_object(component.path / ADAPTER_CONFIG).get("base_model_name_or_path"):
         message = f"`{ADAPTER_CONFIG}` is here without an adapter: transformers loads the base that it names, and fails"
@@ -155,7 +155,7 @@ def find_empty_adapter(target: LoadTarget) -> Iterator[Finding]:
         yield Finding("empty_adapter", error.tensor, message, consolidate_fix(checkpoint))
 
 
-def find_named_experts(
+def find_experts_numbered_last(
     target: LoadTarget, model: TargetModel, misfits: KeyMismatch
 ) -> tuple[KeyMismatch, Finding] | None:
     """Return the finding that experts have their number at the end of the name, and the mismatch without them.
@@ -185,7 +185,7 @@ class HeaderFiles:
     is_series: bool
 
 
-def find_layout_in_headers(root: Path, format_name: str) -> HeaderFiles | None:
+def join_safetensors_headers(root: Path, format_name: str) -> HeaderFiles | None:
     """Return the contents of all safetensors files in a directory as a layout of the format `format_name`.
 
     Returns None if that is ambiguous: two files have a tensor of one name, or a rank wrote only its shards.

@@ -9,7 +9,7 @@ from contextlib import suppress
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
-from ckptkit.diagnosis.exports import find_named_experts
+from ckptkit.diagnosis.exports import find_experts_numbered_last
 from ckptkit.diagnosis.finding import (
     Finding,
     Value,
@@ -19,8 +19,8 @@ from ckptkit.diagnosis.finding import (
     same_format_fix,
 )
 from ckptkit.diagnosis.shapes import differing_shapes, layer_numbers, most_shapes_differ
-from ckptkit.errors import Mismatch, first_of
-from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for
+from ckptkit.errors import Mismatch, names_and_more
+from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for_renames
 from ckptkit.layout.wrappers import WRAPPERS
 from ckptkit.models.expected import closest_form
 from ckptkit.models.fit import join_few_names
@@ -98,13 +98,13 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
         yield finding
         misfits = KeyMismatch.of(shapes, closest_form(model.forms, shapes.keys()), model)
     # each explanation removes its tensors from the mismatch, so the order matters: family, experts, rules
-    experts = find_named_experts(target, model, misfits)
+    experts = find_experts_numbered_last(target, model, misfits)
     if experts is not None:
         misfits, finding = experts
         yield finding
     pairs = misfits.renames_of_extra()
     if pairs:
-        rules = rules_for(pairs, target.shapes.keys())
+        rules = rules_for_renames(pairs, target.shapes.keys())
         yield from findings_on_renames(target.checkpoint, pairs, rules, model.name, target.base)
     missing = {name: shape for name, shape in misfits.missing.items() if name not in pairs.values()}
     extra = [name for name in misfits.extra if name not in pairs]
@@ -125,7 +125,7 @@ def find_missing_tensors(missing: Shapes, present: Sequence[str], model: str) ->
     of_layers = [name for name in missing if layer_numbers([name]) & layers]
     if of_layers:
         total = len(layer_numbers([*missing, *present]))
-        numbers = first_of(list(map(str, sorted(layers))), _MAX_LAYERS)
+        numbers = names_and_more(list(map(str, sorted(layers))), _MAX_LAYERS)
         message = f"expected {total} layers as in {model}, found {total - len(layers)}"
         yield Finding("layers", None, f"{message}; missing: {numbers} ({count(len(of_layers), 'tensor')})")
     for name in missing:

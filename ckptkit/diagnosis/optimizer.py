@@ -29,7 +29,7 @@ _NORMALIZATIONS = (  # (pattern, replacement): removes the suffixes of split par
 _MISNAMED = ("prefixed_state", "prefixed_weight", "unknown_parameter")
 
 
-def find_missing_states(target: LoadTarget) -> Iterator[Finding]:
+def find_missing_shard_states(target: LoadTarget) -> Iterator[Finding]:
     """Yield the parameters without a state in a sharded checkpoint, whose loader asks for the state of every parameter.
 
     For a file of torch.save, `doctor` adds a note instead: only some loaders ask for every state.

@@ -13,9 +13,9 @@ from ckptkit.diagnosis.optimizer import parameters_lacking_state, states_with_na
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.renames import fold_numbers, match_names_by_rule, rules_for
+from ckptkit.layout.renames import fold_numbers, match_names_by_rule, rules_for_renames
 from ckptkit.models.names import HUB
-from ckptkit.state.matching import Side, match_sides, pair_components, with_hub_names_on_both
+from ckptkit.state.matching import Side, pair_components, with_comparable_names, with_hub_names_on_both
 from ckptkit.trainers import find_owner_rank_of_key
 
 _MAX_RULES = 8
@@ -32,7 +32,7 @@ def compare_with_checkpoint(target: LoadTarget) -> Iterator[Finding]:
         message = f"the names are {one}'s here, and {other}'s in {path}"
         yield Finding("family", None, message, rewrite_fix(target.checkpoint, names=other))
     for pair in pair_components(target.checkpoint, target.like)[0]:
-        ours, theirs = match_sides(*with_hub_names_on_both(target.checkpoint, target.like, pair))
+        ours, theirs = with_comparable_names(*with_hub_names_on_both(target.checkpoint, target.like, pair))
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if our_family is their_family or shared:
             yield from find_model_key_difference(target, path, ours, theirs)
@@ -61,7 +61,7 @@ def find_missing_and_extra(target: LoadTarget, other: Path, ours: Side, theirs: 
     """Yield the entries that only the other checkpoint has, and the weights that only this one has."""
     is_sharded = target.checkpoint.model_component.reader.is_sharded
     reported_states: set[str] = set()
-    if is_sharded:  # `find_missing_states` reports the states that are missing for whole parameters
+    if is_sharded:  # `find_missing_shard_states` reports the states that are missing for whole parameters
         lacking = {name for states in states_with_names(ours.layout) for name in parameters_lacking_state(states)}
         states_there = [states.of for states in states_with_names(theirs.layout)]
         present = [state for of in states_there for name, state in of.items() if name in lacking]
@@ -78,7 +78,7 @@ def find_missing_and_extra(target: LoadTarget, other: Path, ours: Side, theirs: 
     }
     pairs = match_names_by_rule(extra, missing)
     own = {old: new for old, new in pairs.items() if old in ours.weights}
-    rules = rules_for(own, ours.weights) if own else None  # the rules for the model rename its optimizer too
+    rules = rules_for_renames(own, ours.weights) if own else None  # the rules for the model rename its optimizer too
     yield from findings_on_renames(target.checkpoint, pairs, rules, str(other))
     for name in missing:
         if name not in pairs.values():

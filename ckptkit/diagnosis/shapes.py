@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.diagnosis.case import LoadTarget
 from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, has_loadable_weight_files, rewrite_fix
-from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, first_of
+from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, names_and_more
 from ckptkit.io.path import is_remote
 from ckptkit.layout.box import Shape
 from ckptkit.layout.renames import find_few_globs
@@ -160,7 +160,7 @@ def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
             sizes = f"{describe_sizes(there)} in its config, {describe_sizes(here)} here"
             yield Finding("config", None, f"{model.name} is another model: {sizes}")
         return
-    words = first_of([f"{pair.key} {pair.there}, not {pair.here}" for pair in differ], 4)
+    words = names_and_more([f"{pair.key} {pair.there}, not {pair.here}" for pair in differ], 4)
     if pairs:
         fix = None if own.config is None else fix_with_own_config(target, str(own.config_directory))
         yield Finding("config", None, f"{model.name} is another model: {words}", fix)

@@ -14,7 +14,7 @@ from ckptkit.layout.renames import globs_for
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names.weights import find_weights
 from ckptkit.models.predictors import mtp_tensor_names, with_present_mtp_layers
-from ckptkit.models.tokens import warn_of_tokens
+from ckptkit.models.tokens import warn_of_tokens_without_row
 from ckptkit.state.base_tensors import BaseWeights
 from ckptkit.state.quantized.config import read_quantization_config
 from ckptkit.state.quantized.find import has_no_quantized_tensor
@@ -104,7 +104,7 @@ def find_tokens_without_row(target: LoadTarget) -> Iterator[Finding]:
     companions = target.checkpoint.companions
     embedding = find_embedding(target.shapes)
     if embedding is not None and target.shapes[embedding] and has_loadable_weight_files(target.checkpoint):
-        for words in warn_of_tokens(companions, target.shapes[embedding][0]):
+        for words in warn_of_tokens_without_row(companions, target.shapes[embedding][0]):
             yield Finding("tokens", None, words.partition(";")[0])
 
 

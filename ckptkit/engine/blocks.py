@@ -16,7 +16,7 @@ from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, ReadRun
 from ckptkit.layout.box import Box, BoxIndex, cut_box, cut_rows, span_of
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, unchanged_box
+from ckptkit.layout.plan import ByRows, Copy, Plan, Region, Target, identity_region
 
 # Gather the elements of a box from its chunks into one buffer.
 #
@@ -125,7 +125,7 @@ def blocks_of_target(plan: Plan, target: Target, itemsize: int = 0) -> Iterator[
     groups = [copies] if count == 1 else [tuple(copy for copy in copies if copy.operand == i) for i in range(count)]
     wanted: list[tuple[int, Region, tuple[Copy, ...]]]  # source, map from a block's box to the source's, copies
     if recipe is None:
-        wanted = [(group[0].source, unchanged_box, group) for group in groups if group]
+        wanted = [(group[0].source, identity_region, group) for group in groups if group]
     else:
         wanted = [
             (operand.source, operand.region, group) for operand, group in zip(recipe.operands, groups, strict=True)

@@ -79,13 +79,15 @@ class Sources:
                 unchecked[number, path] += nbytes
         return unchecked
 
-    def is_awaiting_comparison(self, number: int, chunk: Chunk) -> bool:
+    def is_awaiting_comparison(self, source_index: int, chunk: Chunk) -> bool:
         """Return whether the recorded CRC-32 of a chunk's byte range is still to be compared."""
-        return (number, *range_start_of(chunk)) in self._waiting
+        return (source_index, *range_start_of(chunk)) in self._waiting
 
-    def is_checksum_needed(self, number: int, chunk: Chunk) -> bool:
+    def is_checksum_needed(self, source_index: int, chunk: Chunk) -> bool:
         """Return whether the CRC-32 of a chunk's bytes is needed, now or once its file has been read completely."""
-        return chunk.path in self._plan.sources[number].file_sums or self.is_awaiting_comparison(number, chunk)
+        return chunk.path in self._plan.sources[source_index].file_sums or self.is_awaiting_comparison(
+            source_index, chunk
+        )
 
     def record_reads(self, pieces: Sequence[Iterable[ReadRun]]) -> None:
         """Record the reads from each source. Raises `Corrupt` if a range is complete now and its CRC-32 differs."""
@@ -98,16 +100,16 @@ class Sources:
                     self._read.add(place, start, piece.length, piece.crc)
                     self._compare_if_complete(place)
 
-    def hand_over_shared_ranges(self, shared: Ledger) -> None:
+    def move_shared_reads_to(self, ledger: Ledger) -> None:
         """Hand reads of incomplete shared ranges to a ledger of several reads. Raises `Corrupt` if a CRC-32 differs."""
         unfinished = [place for place, (_, chunk) in self._waiting.items() if chunk.run is not None]
         for place, *piece in self._read:
             if place in unfinished:
-                shared.read.add(place, *piece)
+                ledger.read.add(place, *piece)
         for place in unfinished:
-            self._compare_if_complete(place, shared)
+            self._compare_if_complete(place, ledger)
             if place not in self._waiting:
-                shared.read.drop_range(place)
+                ledger.read.drop_range(place)
 
     def _compare_if_complete(self, place: SourcePlace, ledger: Ledger | None = None) -> None:
         name, chunk = self._waiting[place]
@@ -165,28 +167,28 @@ def verify_files_read(
     return compared, uncompared
 
 
-def verify_nearly_covered_files(layout: Layout) -> None:
+def verify_mostly_checksummed_files(layout: Layout) -> None:
     """Verify each file with its CRC-32 where the CRC-32 of chunks cover nearly all of it. Reads the other bytes."""
-    for path, ranges in chunk_ranges_of_summed_files(layout).items():
+    for path, ranges in checksummed_ranges_by_file(layout).items():
         if ranges:
             try_verify_file(layout, path, ranges)
 
 
-def verify_covered_files(layout: Layout) -> None:
+def verify_fully_checksummed_files(layout: Layout) -> None:
     """Verify each file in which every chunk has a CRC-32. Reads only the bytes between the chunks."""
     chunks = (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
     unknown = {chunk.path for chunk in chunks if chunk.where or chunk.crc32 is None}
-    for path, ranges in chunk_ranges_of_summed_files(layout).items():
+    for path, ranges in checksummed_ranges_by_file(layout).items():
         if not ranges or path in unknown:
             continue
         try:
-            try_verify_file(layout, path, ranges, most_between=layout.file_sums[path][0])
+            try_verify_file(layout, path, ranges, max_uncovered=layout.file_sums[path][0])
         except Corrupt as error:
             message = "expected the file that the manifest describes, found one of another save or rank"
             raise Corrupt(message, path=layout.root / path, hint=RESTORE) from error
 
 
-def chunk_ranges_of_summed_files(layout: Layout) -> dict[str, list[Extent]]:
+def checksummed_ranges_by_file(layout: Layout) -> dict[str, list[Extent]]:
     """Return the byte ranges of chunks that have a CRC-32, for each file that has one."""
     ranges: dict[str, dict[int, Extent]] = {path: {} for path in layout.file_sums}
     for name, tensor in layout.tensors.items():
@@ -197,10 +199,10 @@ def chunk_ranges_of_summed_files(layout: Layout) -> dict[str, list[Extent]]:
     return {path: list(by_offset.values()) for path, by_offset in ranges.items()}
 
 
-def try_verify_file(layout: Layout, path: str, ranges: Iterable[Extent], most_between: int | None = None) -> bool:
+def try_verify_file(layout: Layout, path: str, ranges: Iterable[Extent], max_uncovered: int | None = None) -> bool:
     """Return whether a file could be compared with the CRC-32 in the layout.
 
-    `ranges` are byte ranges with a known CRC-32. A file is not compared if more than `most_between` bytes are outside
+    `ranges` are byte ranges with a known CRC-32. A file is not compared if more than `max_uncovered` bytes are outside
     these ranges; the default limit is a small fraction of the file. Raises `Corrupt` if the file differs.
     """
     nbytes, recorded = layout.file_sums[path]
@@ -212,7 +214,11 @@ def try_verify_file(layout: Layout, path: str, ranges: Iterable[Extent], most_be
     if any(extent.offset < end for extent, end in zip(ordered, ends, strict=False)):
         return False
     between = nbytes - sum(extent.length for extent in ordered)
-    if not 0 <= between <= (max(nbytes // _MISSING_DIVISOR, _MISSING_BYTES) if most_between is None else most_between):
+    if (
+        not 0
+        <= between
+        <= (max(nbytes // _MISSING_DIVISOR, _MISSING_BYTES) if max_uncovered is None else max_uncovered)
+    ):
         return False
     crc = file_checksum(layout.root, path, nbytes, ordered)
     if crc != recorded:

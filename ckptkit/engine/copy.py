@@ -21,7 +21,7 @@ from ckptkit.engine.visit import Pieces, Step, Worker, default_jobs, process_uni
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.assembly import AssembledFiles
 from ckptkit.io.crc32 import combine_crc32, crc32
-from ckptkit.io.disk import early_sync
+from ckptkit.io.disk import sync_in_background
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import BytesDone
 from ckptkit.layout import Chunk, FileOffset, ReadRun
@@ -66,7 +66,7 @@ def copy_by_plan(
         ledger.add_ledger(finished)
         ledger.resumed_bytes += sum(length for _, _, length, _ in finished.written)
     sources, units = Sources(plan, ledger), UnfinishedUnits(plan, share, done)
-    with early_sync(plan.dst.root, sync=sync) as schedule_sync:
+    with sync_in_background(plan.dst.root, sync=sync) as schedule_sync:
 
         def report_block(block: Block) -> None:
             schedule_sync(block.target.chunk.path, block.nbytes)

@@ -84,5 +84,5 @@ def read_box(
         reread_unchecked_ranges(sources, jobs)
         if shared is not None:
             with shared.lock:
-                sources.hand_over_shared_ranges(shared.ledger)
+                sources.move_shared_reads_to(shared.ledger)
     return data

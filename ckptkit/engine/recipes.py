@@ -109,7 +109,7 @@ class Remainder:
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:  # noqa: ARG002
         weight, remainder = np.frombuffer(blocks[0], np.int32), np.frombuffer(blocks[1], np.int16)
-        return round_to_bytes(add(weight, remainder), FLOAT32, dtype), False
+        return round_to_bytes(add_remainders(weight, remainder), FLOAT32, dtype), False
 
 
 class Master:
@@ -128,15 +128,15 @@ class Master:
             return round_to_bytes(master, FLOAT32, dtype), False
         are_remainders = (np.abs(master + 0.5) <= _HALF).all() and (np.rint(master) == master).all()  # of int16
         if self._weight == COMPLETED and are_remainders:
-            return round_to_bytes(add(weight.view(np.int32), master.astype(np.int16)), FLOAT32, dtype), True
+            return round_to_bytes(add_remainders(weight.view(np.int32), master.astype(np.int16)), FLOAT32, dtype), True
         message = f"{differ.sum()} of {len(master)} elements at {box} differ from the master in {self._weight}"
         hint = "`ckptkit verify` lists such tensors; drop --weights-from to take the weights"
         raise Mismatch(message, tensor=self._name, hint=hint)
 
 
-def add(weight: Array, remainder: Array) -> Array:
-    """Return float32 masters. `weight` has the bits of the weights widened to 32 bits, `remainder` is int16."""
-    return (weight + remainder.astype(np.int32)).view(np.float32)
+def add_remainders(weight_bits: Array, remainder: Array) -> Array:
+    """Return float32 masters. `weight_bits` has the bits of the weights widened to 32 bits, `remainder` is int16."""
+    return (weight_bits + remainder.astype(np.int32)).view(np.float32)
 
 
 def rounded(master: Array, dtype: DType) -> Array:

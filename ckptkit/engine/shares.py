@@ -43,14 +43,14 @@ class UnfinishedUnits:
     """
 
     def __init__(self, plan: Plan, share: Share, done: Container[int]) -> None:
-        self._unit_bytes = nbytes = share.unit_bytes(plan.whole_nbytes)
+        self._unit_bytes = nbytes = share.unit_bytes(plan.destination_nbytes)
         self._starts: dict[tuple[str, FileOffset], int] = {}  # of targets; tied tensors may have the same bytes
         end = plan.before
         for target in plan.targets:
             if target.chunk.box.numel:
                 self._starts[target.name, (target.chunk.path, target.chunk.offset)] = end
                 end += target.chunk.box.numel * target.chunk.dtype.itemsize
-        self._own = share.unit_indices(plan.whole_nbytes)
+        self._own = share.unit_indices(plan.destination_nbytes)
         self._ledgers = {unit: Ledger() for unit in self._own if unit not in done}
         self._missing = {
             unit: min((unit + 1) * nbytes, end) - max(unit * nbytes, plan.before) for unit in self._ledgers

@@ -151,35 +151,35 @@ class Worker:
             for source in self.sources:
                 closing.callback(source.close)
 
-    def input_buffer(self, nbytes: int, number: int = 0) -> memoryview:
-        """Return the first `nbytes` of the buffer of input `number`, which grows to at least one block."""
-        if len(self._buffers.get(number, b"")) < max(nbytes, 1):
-            self._buffers[number] = memoryview(bytearray(max(nbytes, BLOCK_BYTES)))
-        return self._buffers[number][:nbytes]
+    def input_buffer(self, nbytes: int, input_index: int = 0) -> memoryview:
+        """Return the first `nbytes` of the buffer of input `input_index`, which grows to at least one block."""
+        if len(self._buffers.get(input_index, b"")) < max(nbytes, 1):
+            self._buffers[input_index] = memoryview(bytearray(max(nbytes, BLOCK_BYTES)))
+        return self._buffers[input_index][:nbytes]
 
     def read_input(
-        self, block: Block, number: int = 0, dtype: DType | None = None, out: memoryview | None = None
+        self, block: Block, input_index: int = 0, dtype: DType | None = None, out: memoryview | None = None
     ) -> memoryview:
-        """Return the elements of input `number` of a block: row-major, as `dtype`, by default in the target's dtype.
+        """Return the elements of input `input_index` of a block: row-major, as `dtype`, by default the target's.
 
         They are in `out`, or in the input's buffer until the next read of this input.
         """
-        dtype, wanted = dtype or block.target.chunk.dtype, block.inputs[number]
+        dtype, wanted = dtype or block.target.chunk.dtype, block.inputs[input_index]
         if out is None:
-            out = self.input_buffer(wanted.box.numel * dtype.itemsize, number)
+            out = self.input_buffer(wanted.box.numel * dtype.itemsize, input_index)
         self.pieces[wanted.source] = self.sources[wanted.source].gather_box(wanted.parts, wanted.box, dtype, out)
         return out
 
-    def read_operand(self, block: Block, number: int, dtype: DType) -> memoryview:
+    def read_operand(self, block: Block, input_index: int, dtype: DType) -> memoryview:
         """Return an input of a block as `dtype`. Not read again if the target's previous block had the same input."""
-        wanted = block.inputs[number]
-        if self._buffered.get(number) == (block.target.name, wanted.box):
-            return self.input_buffer(wanted.box.numel * dtype.itemsize, number)
-        self._buffered.pop(number, None)
+        wanted = block.inputs[input_index]
+        if self._buffered.get(input_index) == (block.target.name, wanted.box):
+            return self.input_buffer(wanted.box.numel * dtype.itemsize, input_index)
+        self._buffered.pop(input_index, None)
         earlier_reads = self.pieces[wanted.source]
-        data = self.read_input(block, number, dtype)
+        data = self.read_input(block, input_index, dtype)
         self.pieces[wanted.source] = earlier_reads + self.pieces[wanted.source]
-        self._buffered[number] = block.target.name, wanted.box
+        self._buffered[input_index] = block.target.name, wanted.box
         return data
 
     def read_stored_bytes(self, block: Block) -> memoryview:

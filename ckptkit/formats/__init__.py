@@ -141,7 +141,7 @@ def find_format_of_file_name(name: str) -> str | None:
     return _FORMATS_OF_FILES.get(PurePath(name).suffix)
 
 
-def describe_writable() -> str:
+def describe_writable_formats() -> str:
     """Return the names of all formats that ckptkit writes, each with its title."""
     return "; ".join(f"{name}: {format_title(name)}" for name in writable_formats())
 
@@ -151,7 +151,7 @@ def format_title(name: str) -> str:
     return FORMATS[name].title if name in FORMATS else "a checkpoint"
 
 
-def describe_formats() -> str:
+def describe_common_formats() -> str:
     """Return how to recognize the most common formats, for the hint on a path that no format claims."""
     return ", ".join(get_format(name).known_by for name in _COMMON)
 
@@ -162,19 +162,19 @@ def detect_format(path: Path) -> FormatReader | None:
         return None
     with translate_os_errors(path):
         names = names_in(path) if path.is_dir() else [path.name]
-        claims = (reader for reader in likely_formats(names, perhaps=True) if reader.detect(path))
+        claims = (reader for reader in likely_formats(names, include_possible=True) if reader.detect(path))
         first = next(claims, None)
         if first is None or not path.is_dir() or has_main_file(first, names):
             return first
         return next((reader for reader in claims if has_main_file(reader, names)), first)
 
 
-def is_main_file(name: str) -> bool:
+def is_model_file_name(name: str) -> bool:
     """Return whether some format stores a model itself in a file of this name."""
     return any(reader.owns_file(name) and has_main_file(reader, [name]) for reader in likely_formats([name]))
 
 
-def is_claimed_by_stray_files(path: Path, reader: FormatReader) -> bool:
+def lacks_main_file(path: Path, reader: FormatReader) -> bool:
     """Return whether the format claims a directory by files that may be beside any checkpoint."""
     return path.is_dir() and not has_main_file(reader, names_in(path))
 
@@ -207,10 +207,10 @@ def is_checkpoint_by_contents(path: Path) -> bool:
         return any(get_format(name).detect(path) for name in likely)
 
 
-def likely_formats(names: Collection[str], *, perhaps: bool = False) -> Iterator[FormatReader]:
-    """Yield, and import, the formats that use a file with one of these names; with `perhaps`, that may use one."""
+def likely_formats(names: Collection[str], *, include_possible: bool = False) -> Iterator[FormatReader]:
+    """Yield, and import, the formats that use (with `include_possible`: may use) a file with one of these names."""
     for name, known in FORMATS.items():
-        if has_matching_name(names, known.files) or (perhaps and has_matching_name(names, known.perhaps)):
+        if has_matching_name(names, known.files) or (include_possible and has_matching_name(names, known.perhaps)):
             yield get_format(name)
 
 
@@ -226,7 +226,7 @@ def require_known_format(path: Path) -> FormatReader:
             raise shard
         if not path.exists():
             raise missing_path_error(path)
-        raise no_format_error(path, f"pass a checkpoint: {describe_formats()} and others")
+        raise no_format_error(path, f"pass a checkpoint: {describe_common_formats()} and others")
     return reader
 
 
@@ -244,15 +244,15 @@ def decompress_entries(layout: Layout, report: Report = raise_problem) -> Layout
     return layout
 
 
-def locate_all_chunks(layout: Layout, report: Report = raise_problem, *, with_packed: bool = True) -> Layout:
+def locate_all_chunks(layout: Layout, report: Report = raise_problem, *, decompress: bool = True) -> Layout:
     """Return the layout with the bytes of every chunk located inside their archives. A plan needs located chunks.
 
-    Decompresses compressed entries, unless `with_packed` is false. Reports each chunk that cannot be located, and
+    Decompresses compressed entries, unless `decompress` is false. Reports each chunk that cannot be located, and
     leaves it unchanged.
     """
     from ckptkit.formats.archives import locate as envelopes  # only some layouts need it
 
     with translate_os_errors(layout.root):
         return envelopes.locate_in_archives(
-            decompress_entries(layout, report) if with_packed else layout, report, skipped_wrappers=UNPACKERS
+            decompress_entries(layout, report) if decompress else layout, report, skipped_wrappers=UNPACKERS
         )

@@ -136,9 +136,9 @@ class HuggingFace(FormatWriter):
             check_header_with_library(written.root / file, chunks)
 
 
-def new_safetensors_file(name: str, specs: Mapping[str, Spec], texts: Mapping[str, str]) -> NewFile:
-    """Return a safetensors file with its header, which has `texts` as metadata, and room for the tensors."""
-    header = make_header(specs, {"format": "pt", **texts})
+def new_safetensors_file(name: str, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> NewFile:
+    """Return a safetensors file with its header, which has `metadata` as metadata, and room for the tensors."""
+    header = make_header(specs, {"format": "pt", **metadata})
     return NewFile(name, len(header) + sum(spec.nbytes for spec in specs.values()), ((0, header),))
 
 
@@ -221,9 +221,9 @@ def find_numbered_files(path: Path, files: Sequence[re.Match[str]], present: set
     return IndexedFiles(path, [match[0] for match in files])
 
 
-def part_count_in_names(path: Path, files: Sequence[re.Match[str]], group: int) -> int:
+def part_count_in_names(path: Path, files: Sequence[re.Match[str]], regex_group: int) -> int:
     """Return the number of parts that all file names contain. Raises `Corrupt` where they disagree."""
-    counts = {int(match[group]) for match in files}
+    counts = {int(match[regex_group]) for match in files}
     if len(counts) > 1:
         few, many = min(counts), max(counts)
         raise Corrupt(f"the shards come from different saves: one of {few} files, one of {many} files", path=path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import RESTORE, CkptError, Corrupt
-from ckptkit.io.file import find_wrong_kind_error
+from ckptkit.io.file import find_missing_content_error
 
 
 def parse_json(data: bytes, path: Path) -> Any:
@@ -22,7 +22,7 @@ def parse_json(data: bytes, path: Path) -> Any:
 
 
 def not_json_error(error: Exception, data: bytes, path: Path) -> Corrupt:
-    return find_wrong_kind_error(data[:512], path) or Corrupt(f"not valid JSON ({error})", path=path, hint=RESTORE)
+    return find_missing_content_error(data[:512], path) or Corrupt(f"not valid JSON ({error})", path=path, hint=RESTORE)
 
 
 def dict_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

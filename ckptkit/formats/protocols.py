@@ -143,5 +143,5 @@ class EntryWriter(FormatWriter, Protocol):
     def entries_file_name(self, rank: int) -> str:
         """Return the name of a rank's file of entries. It is removed at the end if the format does not own it."""
 
-    def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterable[tuple[str, Patch]]:
+    def patches_for_non_tensors(self, wanted: Layout, options: WriterOptions) -> Iterable[tuple[str, Patch]]:
         """Return the bytes that add the non-tensor entries of `wanted`, by file, before `patches_after_data`."""

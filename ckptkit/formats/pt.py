@@ -18,14 +18,14 @@ from ckptkit.formats.archives.state_files import (
     HEAD,
     archive_extents_of,
     checksum_offsets_in,
-    entries_in,
+    entry_locations_in_file,
     is_torch_save,
     read_state_file,
 )
 from ckptkit.formats.archives.write_archive import Storages, make_zip_template
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.formats.rank_names import names_of_set, not_joined_error
+from ckptkit.formats.rank_names import names_differing_in_rank, not_joined_error
 from ckptkit.io.file import is_existing_path, names_in
 from ckptkit.io.ranges import iterate_with_prefetch
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
@@ -66,7 +66,7 @@ class Pt(FormatWriter):
 
         An archive is complete if it has its directory, which torch writes last; an old file if it has all its storages.
         """
-        entries_in(require_single_file(path))
+        entry_locations_in_file(require_single_file(path))
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:  # noqa: ARG002 - with one file there is one problem
         """Return the layout of the file. A non-tensor entry becomes a blob with its own pickle."""
@@ -82,8 +82,8 @@ class Pt(FormatWriter):
     def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:  # noqa: ARG002
         """Return the one file, with room for the data of all tensors. Tensors with the same chunks share bytes."""
         storages = Storages(wanted)
-        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.pickled_value_of)
-        # without other entries, `patches_for_entries` may add some
+        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.picklable_value_of)
+        # without other entries, `patches_for_non_tensors` may add some
         envelope = make_zip_template(dump(state), storages.contents, is_ordered=bool(wanted.blobs))
         return (NewFile(MAIN, envelope.nbytes, envelope.parts),)
 
@@ -91,12 +91,12 @@ class Pt(FormatWriter):
         """Return the name of a temporary file: at the end the entries are in the pickle of `state.pt`."""
         return f"entries-{rank}"
 
-    def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:  # noqa: ARG002
+    def patches_for_non_tensors(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:  # noqa: ARG002
         """Return a second pickle, and the archive's directory that lists it instead of the first."""
         storages = Storages(wanted)
-        first = dump(unflatten(wanted.tensors, wanted.key, storages.pickled_value_of))
-        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.pickled_value_of)
-        yield MAIN, make_zip_template(dump(state), storages.contents, instead_of=first).parts[-1]
+        first = dump(unflatten(wanted.tensors, wanted.key, storages.picklable_value_of))
+        state = unflatten((*wanted.tensors, *wanted.blobs), wanted.key, storages.picklable_value_of)
+        yield MAIN, make_zip_template(dump(state), storages.contents, superseded_pickle=first).parts[-1]
 
     def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
         return checksum_offsets_in(written, [MAIN])
@@ -119,7 +119,7 @@ def require_single_file(path: Path) -> Path:
     if len(files) == 1:
         return files[0]
     names = ", ".join(file.name for file in files[:8])
-    if len(ranks := names_of_set(files[0].name, [file.name for file in files]) if files else []) > 1:
+    if len(ranks := names_differing_in_rank(files[0].name, [file.name for file in files]) if files else []) > 1:
         raise not_joined_error(ranks, path)
     hint = "pass the file that you want"
     raise Unsupported(f"expected one torch.save file, or `{MAIN}`, found {len(files)}: {names}", path=path, hint=hint)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening
-from ckptkit.formats.archives.state_files import archive_extents_of, entries_in, read_state_file
+from ckptkit.formats.archives.state_files import archive_extents_of, entry_locations_in_file, read_state_file
 from ckptkit.formats.indices import read_index
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import is_existing_path, names_in, require_plain_file_name
@@ -60,7 +60,7 @@ class PtShards(FormatReader):
         for name in index.files:
             try:
                 require_file(index, name)
-                entries_in(path / name)
+                entry_locations_in_file(path / name)
             except CkptError as error:
                 report(error)
 

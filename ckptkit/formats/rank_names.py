@@ -27,7 +27,7 @@ _PART = re.compile(r"(?:(?<=[-_.])|^)(?:shard|part)[-_.]?[0-9]{1,8}(?![0-9])")
 _NUMBER = re.compile(r"(?:(?<=[-_.])|^)(?P<number>[0-9]{1,8})(?![0-9])")
 
 
-def names_of_set(name: str, names: Iterable[str]) -> list[str]:
+def names_differing_in_rank(name: str, names: Iterable[str]) -> list[str]:
     """Return the `names` that form a set with `name`: equal except for a rank or number; [] if it stands alone.
 
     A single name forms a set if it says "I of N", or if it has a rank other than 0 that cannot mean anything else.
@@ -44,7 +44,7 @@ def names_of_set(name: str, names: Iterable[str]) -> list[str]:
     return []
 
 
-def names_of_series(name: str, names: Sequence[str]) -> list[str]:
+def names_counting_from_zero(name: str, names: Sequence[str]) -> list[str]:
     """Return the `names` that differ from `name` in a number and count from 0: `model_0`, `model_1`; else []."""
     for match in _NUMBER.finditer(name):
         alike = sibling_names(name, match, names)
@@ -72,10 +72,10 @@ def not_joined_error(siblings: Sequence[str], path: Path) -> Unsupported:
 
 def may_have_rank_or_part_number(name: str) -> bool:
     """Return whether a name may contain the number of a rank or part: `stage_0`, `ckpt_p0`."""
-    return is_numbered(name) or _MAY_BE_AXIS.search(name) is not None
+    return has_rank_number(name) or _MAY_BE_AXIS.search(name) is not None
 
 
-def is_numbered(name: str) -> bool:
+def has_rank_number(name: str) -> bool:
     """Return whether a name contains the number of a rank or part."""
     return any(pattern.search(name) for pattern in (_AXIS, _OF, _WORLD))
 

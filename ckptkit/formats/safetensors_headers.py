@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptkit.errors import RESTORE, Corrupt, Report, Unsupported, raise_problem, truncated_error
 from ckptkit.formats.json_text import parse_json
-from ckptkit.io.file import find_wrong_kind_error, opening, read_at
+from ckptkit.io.file import find_missing_content_error, opening, read_at
 from ckptkit.layout import Chunk, Spec
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES
@@ -91,8 +91,8 @@ def load_raw_header(path: Path) -> tuple[dict[str, Any], int, int]:
         head = read_at(file, min(size, 512), 0)
         length = int.from_bytes(head[:8], "little")
         if size < 8 or length > min(size - 8, _LIMIT):
-            raise find_wrong_kind_error(head, path) or truncated_error(
-                length + 8 if size >= 8 else 8, size, path=path, by="header"
+            raise find_missing_content_error(head, path) or truncated_error(
+                length + 8 if size >= 8 else 8, size, path=path, recorded_in="header"
             )
         header = parse_json(read_at(file, length, 8), path)
     if not isinstance(header, dict):
@@ -151,28 +151,30 @@ def shape_for_header(spec: Spec) -> Shape:
 
 
 def require_no_gaps(
-    chunks: Mapping[str, Chunk], path: Path, start: int, size: int, report: Report = raise_problem
+    chunks: Mapping[str, Chunk], path: Path, data_start: int, file_nbytes: int, report: Report = raise_problem
 ) -> None:
-    """Raise `Corrupt` for a gap or overlap of the chunks, which begin at `start`; report a file of another size."""
+    """Raise `Corrupt` for a gap or overlap of the chunks, the first at `data_start`; report a file of another size."""
     places = sorted((chunk.offset, chunk.length, name) for name, chunk in chunks.items())
-    at = start
+    at = data_start
     for offset, length, name in places:
         if offset != at:
             what = "overlap" if offset < at else "there is a gap"
             message = f"expected the tensor at byte {at}, the end of the one before, found it at byte {offset}: {what}"
             raise Corrupt(message, path=path, tensor=name)
         at += length
-    if size < at:
-        report(truncated_error(at, size, path=path, by="header"))
-    if size > at:
-        report(Corrupt(f"expected {at} bytes (header), found {size}: bytes were appended", path=path, hint=RESTORE))
+    if file_nbytes < at:
+        report(truncated_error(at, file_nbytes, path=path, recorded_in="header"))
+    if file_nbytes > at:
+        report(
+            Corrupt(f"expected {at} bytes (header), found {file_nbytes}: bytes were appended", path=path, hint=RESTORE)
+        )
 
 
 def require_storable_spec(name: str, spec: Spec) -> None:
     """Raise `Unsupported` for a tensor that the installed safetensors library cannot store."""
     if spec.dtype.name not in SPELLINGS:
         raise Unsupported(f"safetensors does not have dtype {spec.dtype}", tensor=name, hint="drop it with --exclude")
-    if not is_library_dtype(SPELLINGS[spec.dtype.name]):
+    if not safetensors_supports_dtype(SPELLINGS[spec.dtype.name]):
         hint = "install a newer version, or drop the tensor with --exclude"
         raise Unsupported(f"the safetensors library here does not know dtype {spec.dtype}", tensor=name, hint=hint)
     if spec.dtype.name == _PACKED and not spec.shape:
@@ -184,7 +186,7 @@ def require_storable_spec(name: str, spec: Spec) -> None:
 
 
 @cache
-def is_library_dtype(spelling: str) -> bool:
+def safetensors_supports_dtype(spelling: str) -> bool:
     """Return True if the installed safetensors library has a dtype of this name; some are recent."""
     from safetensors import SafetensorError, deserialize
 

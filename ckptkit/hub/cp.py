@@ -16,21 +16,21 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_components import EARLIER, LeftBehind, is_hidden_file_not_copied, reason_not_copied
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, has_stale_manifest
-from ckptkit.checkpoints.other_kinds import find_other_kind
+from ckptkit.checkpoints.other_kinds import find_non_checkpoint_kind
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marker_files_in_store
 from ckptkit.checkpoints.seal import PlacedFiles, files_to_write_last
 from ckptkit.checks.own_files import OwnFiles
-from ckptkit.checks.verify import check_zip_wrappers, compare_extent_checksums, file_sizes_of, verify_whole_files
+from ckptkit.checks.verify import compare_extent_checksums, file_sizes_of, open_zip_wrappers, verify_whole_files
 from ckptkit.engine.scan import Scanned, copy_files
 from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
 from ckptkit.io import pieces
-from ckptkit.io.allocation import create_file, make_directory, missing_bytes, require_free_space
+from ckptkit.io.allocation import create_file, make_directory, require_free_space, unallocated_bytes
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import StorePieces, hint_on_kept_data, open_destination, to_destination
 from ckptkit.io.file import file_size, list_children, opening, read_at
 from ckptkit.io.joined import local_paths_of
-from ckptkit.io.local import is_strange_link
+from ckptkit.io.local import is_link_outside_cache
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.pieces import LocalPieces, PieceSink, is_sent_in_pieces
@@ -187,7 +187,7 @@ def cp(
 def path_and_file_lister(source: Source) -> tuple[Path, Callable[[], Contents]]:
     """Return the path of a checkpoint or delta, and a function that lists its files."""
     if not isinstance(source, Checkpoint):
-        kind = find_other_kind(path := to_path(source))
+        kind = find_non_checkpoint_kind(path := to_path(source))
         if kind and kind.is_complete(path):
             return path, partial(kind.list_contents, path)
     checkpoint = Checkpoint.open(source)
@@ -213,7 +213,7 @@ def list_checkpoint_files(checkpoint: Checkpoint) -> Contents:
             layout = component.reader.read(component.path, problems.add)
             beside = others - {component.path}
             own = OwnFiles(component.reader, component.path, layout, component.manifest, beside)
-            content, extents = check_zip_wrappers(own, file_sizes_of(own, problems), problems, with_packed=False)
+            content, extents = open_zip_wrappers(own, file_sizes_of(own, problems), problems, with_packed=False)
         place = "" if own.root == root else str(own.root.relative_to(root))
         small_bytes = max(0, content - sum(extent.length for extent in extents))
         parts.append(CopiedComponent(own, tuple(extents), place, small_bytes))
@@ -255,7 +255,7 @@ def files_with_skip_reasons(directory: Path, needed: set[Path]) -> Iterator[tupl
                 yield path, reason_not_copied(path, names)
             else:
                 yield from files_with_skip_reasons(path, needed)
-        elif is_hidden_file_not_copied(path.name, names) or is_strange_link(path) or not path.is_file():
+        elif is_hidden_file_not_copied(path.name, names) or is_link_outside_cache(path) or not path.is_file():
             yield path, reason_not_copied(path, names)
         else:
             yield path, ""
@@ -332,7 +332,7 @@ def copy_to_directory(contents: Contents, dst: Path, source: Path, send: Send, *
         return (is_failure or not isinstance(error, Exception)) and journal.exists()
 
     with stage.opened(may_resume):
-        require_free_space(stage.dst, missing_bytes(stage.path, contents.sizes))
+        require_free_space(stage.dst, unallocated_bytes(stage.path, contents.sizes))
         for name, size in contents.sizes.items():
             make_directory((stage.path / name).parent)
             create_file(stage.path / name, size, (), must_be_new=False)

@@ -24,7 +24,7 @@ from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import detect_format
 from ckptkit.hub.push import parse_repository_address
 from ckptkit.hub.transfers import Bars, Follow, differences_from_hub, no_progress, sha256_by_name, transfer_each_file
-from ckptkit.io.allocation import missing_bytes, require_free_space
+from ckptkit.io.allocation import require_free_space, unallocated_bytes
 from ckptkit.io.file import require_plain_file_name
 from ckptkit.io.path import to_local_path
 from ckptkit.io.progress import BytesDone, make_progress_reporter
@@ -95,14 +95,16 @@ def pull(
         stage = Stage(dst, overwrite=overwrite, sync=sync, key=pull_resume_key(repository, files))
         # an output with any file, complete or partial, can be continued
         with stage.opened(lambda _: any(p.is_file() for p in stage.path.rglob("*") if WORK not in p.parts)):
-            require_free_space(stage.dst, missing_bytes(stage.path, sizes))
+            require_free_space(stage.dst, unallocated_bytes(stage.path, sizes))
             earlier_bytes = sum(min(size, size_or_zero(stage.path / file)) for file, size in sizes.items())
             with bars("downloading") as progress:
                 download_missing_files(
                     repository, files, stage, jobs, make_progress_reporter(progress, sum(sizes.values()))
                 )
             with bars("verifying") as progress:
-                verify_downloads(stage.path, files, jobs, make_progress_reporter(progress, sum(sizes.values())))
+                verify_or_delete_downloads(
+                    stage.path, files, jobs, make_progress_reporter(progress, sum(sizes.values()))
+                )
             part = next((part.path for part in Checkpoint.at(stage.path).components), stage.path)
             reader = detect_format(part)
             stage.commit()
@@ -186,7 +188,9 @@ def download_missing_files(
     transfer_each_file({name: remote.nbytes for name, remote in files.items()}, fetch_one, jobs, advance)
 
 
-def verify_downloads(root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: BytesDone | None) -> None:
+def verify_or_delete_downloads(
+    root: Path, files: Mapping[str, HubFile], jobs: int | None, advance: BytesDone | None
+) -> None:
     """Raise `Corrupt` if a file differs from the Hub's. Removes such files, so that the next pull downloads them."""
     contents = {name: root / name for name in files}
     wrong = differences_from_hub(contents, sha256_by_name(contents, jobs, advance), files)

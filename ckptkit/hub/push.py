@@ -39,8 +39,8 @@ from ckptkit.hub.transfers import (
     transfer_each_file,
 )
 from ckptkit.io.file import list_children
-from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import is_remote, to_live_path
+from ckptkit.io.local import is_link_outside_cache
+from ckptkit.io.path import is_remote, to_uncached_path
 from ckptkit.io.progress import make_progress_reporter
 from ckptkit.io.stores.hub import make_hub_client, parse_repository_path
 from ckptkit.io.stores.hub_calls import (
@@ -55,7 +55,7 @@ from ckptkit.io.stores.hub_calls import (
 from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_errors
 from ckptkit.layout import Layout
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
-from ckptkit.models.companions import extra_modules_in, find_companions_in
+from ckptkit.models.companions import find_companions_in, sentence_transformers_modules_in
 from ckptkit.summary import Summarized
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.version import __version__
@@ -84,7 +84,7 @@ def parse_repository_address(address: str, revision: str | None = None) -> tuple
     if not _ID.fullmatch(typed.partition("@")[0]):
         hint = "write it like org/model, or org/model@revision"
         raise Usage(f"expected a repository like org/model, found `{address}`", hint=hint)
-    _, *parts = to_live_path(f"hf://{typed}").parts
+    _, *parts = to_uncached_path(f"hf://{typed}").parts
     _, repo_id, named = parse_repository_path("/".join(parts[:2]))
     if parts[2:]:
         hint = f"drop /{'/'.join(parts[2:])}, or pass a revision that contains a slash with --revision"
@@ -189,8 +189,8 @@ def select_files(source: Source, repo_id: str) -> Selection:
     contents: dict[str, Content] = {}
     beside = [] if root == checkpoint.path else [child for child in list_children(checkpoint.path) if child != root]
     left_out = {child.name: find_reason_not_pushed(child) or "not the model's" for child in beside}
-    whole = {name.partition("/")[0] for name in needed if "/" in name} | set(extra_modules_in(root))
-    for path, reason in files_with_reasons(root, needed, whole):
+    whole = {name.partition("/")[0] for name in needed if "/" in name} | set(sentence_transformers_modules_in(root))
+    for path, reason in files_with_exclusion_reasons(root, needed, whole):
         name = str(path.relative_to(root))
         if reason is None:
             contents[name] = path
@@ -212,25 +212,25 @@ def select_files(source: Source, repo_id: str) -> Selection:
     return Selection(root, reader, layout, contents, left_out, has_card)
 
 
-def files_with_reasons(
-    folder: Path, needed: Collection[str], whole: Collection[str] | None, above: str = ""
+def files_with_exclusion_reasons(
+    folder: Path, needed: Collection[str], full_directories: Collection[str] | None, prefix: str = ""
 ) -> Iterator[tuple[Path, str | None]]:
     """Yield the entries of a directory, each with the reason why it is not pushed, None for a file that is pushed.
 
-    The files of the directories `whole` are also yielded; None means all directories.
+    The files of the directories `full_directories` are also yielded; None means all directories.
     """
     for child in list_children(folder):
-        name = above + child.name
+        name = prefix + child.name
         reason = None if name in needed else find_reason_not_pushed(child)
-        if reason == _DIRECTORY and (whole is None or child.name in whole):
-            yield from files_with_reasons(child, needed, None, f"{name}/")
+        if reason == _DIRECTORY and (full_directories is None or child.name in full_directories):
+            yield from files_with_exclusion_reasons(child, needed, None, f"{name}/")
         else:
             yield child, reason
 
 
 def find_reason_not_pushed(path: Path) -> str | None:
     """Return the reason why a file that the checkpoint does not need is not pushed, None if it is pushed."""
-    if is_strange_link(path):
+    if is_link_outside_cache(path):
         return "a link"
     if path.name == TRAINING or any(fnmatchcase(path.name, pattern) for pattern in _OF_TRAINING):
         return "state of training"

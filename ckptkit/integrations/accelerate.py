@@ -20,7 +20,7 @@ from accelerate import Accelerator, DistributedType, checkpointing
 from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, too_small_error, warn
-from ckptkit.integrations.background import BackgroundSaver, replaced
+from ckptkit.integrations.background import BackgroundSaver, attribute_replaced
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import list_directories
 from ckptkit.io.path import is_remote
@@ -94,7 +94,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
             self._save_in_background(save, path, overwrite=not is_named)
         keep_last = project.total_limit if self._keep_last is None and is_named else self._keep_last
         if keep_last and (self.is_local_main_process if project.save_on_each_node else self.is_main_process):
-            self._saver.then(partial(delete_older, path, keep_last))
+            self._saver.then(partial(delete_older_checkpoints, path, keep_last))
         return saved
 
     def _save_in_background(self, save: Callable[[str], object], path: Path, *, overwrite: bool) -> None:
@@ -102,8 +102,12 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
 
         def write(folder: Path) -> None:
             with ExitStack() as changes:
-                changes.enter_context(replaced(self.project_configuration, "automatic_checkpoint_naming", False))
-                changes.enter_context(replaced(checkpointing, "save", partial(self._defer_file, checkpointing.save)))
+                changes.enter_context(
+                    attribute_replaced(self.project_configuration, "automatic_checkpoint_naming", False)
+                )
+                changes.enter_context(
+                    attribute_replaced(checkpointing, "save", partial(self._defer_file, checkpointing.save))
+                )
                 if is_sharded:
                     changes.enter_context(without_offload(self.state.fsdp_plugin))
                 save(str(folder))
@@ -125,23 +129,23 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             # Accelerate would take hidden entries, such as pins and the files of a killed save, for checkpoints
             folder = Path(self.project_dir, "checkpoints")
-            input_dir = self._saver.ranks.run_on_first_rank(lambda: find_newest(folder))
+            input_dir = self._saver.ranks.run_on_first_rank(lambda: find_newest_checkpoint(folder))
         with self._saver.local_copy(input_dir, is_first_on_machine=self.is_local_main_process) as local:
             super().load_state(local, *arguments, **options)
 
 
-def add_manifest(directory: Path, path: Path) -> None:
-    """Record the checksums of the checkpoint that will be `path`.
+def add_manifest(directory: Path, final_path: Path) -> None:
+    """Record the checksums of the checkpoint that will be `final_path`.
 
     It is complete without them. If ckptkit cannot read it, for example because it has no model, that is a warning.
     """
     try:
         make_manifest(directory)
     except (Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported) as error:
-        warn(f"{path}: saved without a manifest: {error.message}")
+        warn(f"{final_path}: saved without a manifest: {error.message}")
 
 
-def delete_older(saved: Path, keep_last: int) -> None:
+def delete_older_checkpoints(saved: Path, keep_last: int) -> None:
     """Delete all but the newest checkpoints of the run, and the one that was just saved.
 
     That one is not the newest if the training was resumed from an older one.
@@ -154,7 +158,7 @@ def delete_older(saved: Path, keep_last: int) -> None:
             execute_prune(replace(plan, delete=delete), keeper, None, None)
 
 
-def find_newest(folder: Path) -> str:
+def find_newest_checkpoint(folder: Path) -> str:
     """Return the `checkpoint_N` with the highest number. Raises `NotACheckpoint` if there is none."""
     names = [path.name for path in list_directories(folder)] if folder.is_dir() else []
     numbers = [int(match[1]) for name in names if (match := _AUTOMATIC_NAME.fullmatch(name))]
@@ -191,5 +195,7 @@ def without_offload(plugin: Any) -> Iterator[None]:
     """Let FSDP return its states on the GPU inside the block. `BackgroundSaver` copies them to the CPU itself."""
     with ExitStack() as changes:
         for name in ("state_dict_config", "optim_state_dict_config"):
-            changes.enter_context(replaced(plugin, name, replace(getattr(plugin, name), offload_to_cpu=False)))
+            changes.enter_context(
+                attribute_replaced(plugin, name, replace(getattr(plugin, name), offload_to_cpu=False))
+            )
         yield

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckptkit.checkpoints.replaceable import check_replaceable
-from ckptkit.errors import IOFailure, first_of, warn
+from ckptkit.errors import IOFailure, names_and_more, warn
 from ckptkit.hub.cp import cp
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.staging import Stage, errors_naming_destination
@@ -72,10 +72,10 @@ class BackgroundSaver:
         try:
             self._folder = stage.path / path.name
             self.ranks.run_on_first_rank(lambda: stage.open().path.joinpath(path.name).mkdir())
-            self.ranks.run_on_all_ranks(lambda: require_shared(self._folder, path, self.ranks.rank))
+            self.ranks.run_on_all_ranks(lambda: require_shared_directory(self._folder, path, self.ranks.rank))
             # the libraries have no hook for their shards, but look this function up at each save; if one
             # of them stops doing so, it writes its shards now, into the same hidden directory
-            with replaced(dcp, "save", partial(self._defer_shards, dcp.save)):
+            with attribute_replaced(dcp, "save", partial(self._defer_shards, dcp.save)):
                 copies = self.ranks.run_on_all_ranks(partial(self._write_and_copy, write))
             writes = [
                 partial(write_state, stage.path / name, copy)
@@ -164,7 +164,7 @@ class BackgroundSaver:
 
     def _write_shards(self, directory: Path, state: Any) -> None:
         """Write a DCP directory from all ranks, beside the files of the library that are in it, if there are any."""
-        files = self.ranks.run_on_first_rank(partial(take_files, directory))
+        files = self.ranks.run_on_first_rank(partial(read_and_delete_files, directory))
         writer = RoomWriter(directory, "dcp", files=files)
         Saver(self.ranks, "sharded", {}).write_state(writer, state, directory)
 
@@ -172,7 +172,7 @@ class BackgroundSaver:
         """Write the states and make the directory visible. Runs in the thread."""
         try:
             with errors_naming_destination(stage.dst):
-                self.ranks.run_on_first_rank(partial(move_up, stage.path / path.name))
+                self.ranks.run_on_first_rank(partial(move_contents_up, stage.path / path.name))
                 self.ranks.run_on_all_ranks(lambda: [write() for write in writes])
                 self.ranks.run_on_first_rank(stage.commit)
             if is_remote(path):
@@ -193,7 +193,7 @@ def local_path_for(path: Path, *, overwrite: bool) -> Path:
     return path
 
 
-def require_shared(folder: Path, path: Path, rank: int) -> None:
+def require_shared_directory(folder: Path, path: Path, rank: int) -> None:
     """Raise `IOFailure` if this rank does not see the hidden directory that rank 0 made to save `path`."""
     if not folder.is_dir():
         where = "set TMPDIR to" if is_remote(path) else "save to"
@@ -204,14 +204,14 @@ def require_shared(folder: Path, path: Path, rank: int) -> None:
         )
 
 
-def move_up(folder: Path) -> None:
+def move_contents_up(folder: Path) -> None:
     """Move everything in `folder` to its parent, and delete it."""
     for file in folder.iterdir():
         file.rename(folder.parent / file.name)
     folder.rmdir()
 
 
-def take_files(directory: Path) -> dict[str, bytes]:
+def read_and_delete_files(directory: Path) -> dict[str, bytes]:
     """Return the content of the files in a directory, which is made if it does not exist, and delete them."""
     directory.mkdir(exist_ok=True)
     files = {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
@@ -223,7 +223,7 @@ def take_files(directory: Path) -> dict[str, bytes]:
 def copy_to_store(source: Path, destination: Path, *, overwrite: bool) -> None:
     """Copy a checkpoint to a store. Hidden entries, which `cp` leaves out, are a warning."""
     if left_out := cp(source, destination, overwrite=overwrite).left_behind:
-        warn(f"{destination}: not copied: {first_of([entry.name for entry in left_out], _MOST_NAMED)}")
+        warn(f"{destination}: not copied: {names_and_more([entry.name for entry in left_out], _MOST_NAMED)}")
 
 
 def delete_in_store(run: Path, checkpoints: Callable[[], Iterable[Path]]) -> None:
@@ -243,7 +243,7 @@ def discard(stage: Stage, path: Path) -> None:
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Give an attribute another value inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, value)

@@ -34,10 +34,10 @@ from ckptkit.errors import Corrupt, Unsupported, Usage, translate_os_errors, war
 from ckptkit.formats import decompress_entries
 from ckptkit.integrations.background import BackgroundSaver, delete_in_store
 from ckptkit.io.destination import to_destination
-from ckptkit.io.path import drop_cached_listing, is_remote, to_live_path, to_path
+from ckptkit.io.path import drop_cached_listing, is_remote, to_path, to_uncached_path
 from ckptkit.layout import KeyPath, Layout
-from ckptkit.runs.deletion import delete_checkpoint, deleting, is_being_handled, is_pinned
-from ckptkit.runs.retention import readers_in
+from ckptkit.runs.deletion import delete_checkpoint, is_handled_by_watch, is_pinned, locked_for_deletion
+from ckptkit.runs.retention import readers_by_checkpoint
 from ckptkit.storage.entries import archive_bytes_of, entry_as_torch_save
 from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.storage.writer import Writer
@@ -46,7 +46,7 @@ from ckptkit.training.saving.state import nest_leaves
 
 FORM = "ckptkit_form"  # entry with the nested values, in which key paths replace the tensors
 _NAME = "ckptkit.tensor"  # the single key of a dict that replaces a tensor; its value is the tensor's key path
-_PATIENCE = 10.0  # seconds that a deletion waits for another process to finish deleting
+_PATIENCE = 10.0  # seconds that a deletion waits for another process to finish locked_for_deletion
 
 
 class CkptkitIO(TorchCheckpointIO):
@@ -81,7 +81,7 @@ class CkptkitIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, directory)
             return
         tensors: dict[KeyPath, Tensor] = {}
-        form = {key: with_key_paths(value, (key,), tensors) for key, value in checkpoint.items()}
+        form = {key: replace_tensors_with_paths(value, (key,), tensors) for key, value in checkpoint.items()}
         state = nest_leaves(tensors)
         # DCP does not flatten a tuple
         others = {key: (form.pop(key),) for key in checkpoint if key not in state}
@@ -122,7 +122,7 @@ class CkptkitIO(TorchCheckpointIO):
             is_place = isinstance(map_location, str | torch.device)
             return tensor.to(map_location) if is_place else tensor
 
-        return {**{name: value for name, (value,) in entries.items()}, **with_tensors(form, load)}
+        return {**{name: value for name, (value,) in entries.items()}, **replace_paths_with_tensors(form, load)}
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint, unless it is pinned, in use by a watch, or read by another entry of the run.
@@ -210,10 +210,10 @@ def remove_checkpoint(filepath: str | os.PathLike[str], saver: BackgroundSaver |
 
     ModelCheckpoint keeps a checkpoint of another directory, from which a training was resumed, only if it is local.
     """
-    path, strategy = to_live_path(filepath), find_calling_strategy()
+    path, strategy = to_uncached_path(filepath), find_calling_strategy()
     if is_remote(path) and strategy is not None and strategy.lightning_module is not None:
         callbacks = strategy.lightning_module.trainer.checkpoint_callbacks
-        if path.parent not in [to_live_path(getattr(callback, "dirpath", None) or "") for callback in callbacks]:
+        if path.parent not in [to_uncached_path(getattr(callback, "dirpath", None) or "") for callback in callbacks]:
             return
     if saver is None:
         delete_unless_protected(path)
@@ -233,9 +233,9 @@ def delete_unless_protected(path: Path) -> None:
         if not path.is_dir():
             TorchCheckpointIO().remove_checkpoint(path)
             return
-        with deleting(path.parent, patience=_PATIENCE):
+        with locked_for_deletion(path.parent, patience=_PATIENCE):
             # not by what the trainer recorded as the best: ModelCheckpoint decides that, and an old record is outdated
-            if not (is_pinned(path) or is_being_handled(path) or path.name in readers_in(path.parent)):
+            if not (is_pinned(path) or is_handled_by_watch(path) or path.name in readers_by_checkpoint(path.parent)):
                 delete_checkpoint(path)
 
 
@@ -269,19 +269,19 @@ def read_entry_bytes(layout: Layout, name: str) -> BytesIO:
     return BytesIO(archive_bytes_of(blob, layout.root / blob.path))
 
 
-def with_key_paths(value: Any, key_path: KeyPath, tensors: dict[KeyPath, Tensor]) -> Any:
+def replace_tensors_with_paths(value: Any, key_path: KeyPath, tensors: dict[KeyPath, Tensor]) -> Any:
     """Return a nested value with each tensor replaced by its key path, and add the tensors to `tensors`."""
     if isinstance(value, Tensor):
         tensors[key_path] = value.detach()
         return {_NAME: list(key_path)}
-    return map_members(value, lambda key, member: with_key_paths(member, (*key_path, str(key)), tensors))
+    return map_members(value, lambda key, member: replace_tensors_with_paths(member, (*key_path, str(key)), tensors))
 
 
-def with_tensors(value: Any, load: Callable[[tuple[str, ...]], Tensor]) -> Any:
-    """Undo `with_key_paths`: return a nested value with each key path replaced by the tensor that `load` returns."""
+def replace_paths_with_tensors(value: Any, load: Callable[[tuple[str, ...]], Tensor]) -> Any:
+    """Undo `replace_tensors_with_paths`: return a value with the tensor that `load` returns for each key path."""
     if isinstance(value, dict) and value.keys() == {_NAME}:
         return load(tuple(value[_NAME]))
-    return map_members(value, lambda _key, member: with_tensors(member, load))
+    return map_members(value, lambda _key, member: replace_paths_with_tensors(member, load))
 
 
 def map_members(value: Any, change: Callable[[Any, Any], Any]) -> Any:

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Unsupported, warn
 from ckptkit.integrations.accelerate import add_manifest, why_not_sharded, without_offload
-from ckptkit.integrations.background import BackgroundSaver, delete_in_store, replaced
+from ckptkit.integrations.background import BackgroundSaver, attribute_replaced, delete_in_store
 from ckptkit.integrations.transformers import save_config_and_tokenizer
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import is_remote
@@ -86,7 +86,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         with (
             self._local_copy(self.state.best_model_checkpoint) as local,
-            replaced(self.state, "best_model_checkpoint", local),
+            attribute_replaced(self.state, "best_model_checkpoint", local),
         ):
             super()._load_best_model()
 

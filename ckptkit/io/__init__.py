@@ -4,9 +4,9 @@ A user's path is a `Path`: a local path, a `RemotePath` for a URL, or a `JoinedP
 These functions accept all three. Other packages ask `is_remote` if a store lacks a feature, or if each read costs a
 request:
 
-    path.py         `to_path` to read, `to_live_path` to change, `to_local_path`;
+    path.py         `to_path` to read, `to_uncached_path` to change, `to_local_path`;
                     `is_remote`, `capabilities_at`, `drop_cached_listing`
-    file.py         `open_file`, `read_small`, `names_in`, `is_existing_path`, `file_size`, `find_stored_sum`;
+    file.py         `open_file`, `read_small`, `names_in`, `is_existing_path`, `file_size`, `find_stored_checksums`;
                     local.py, ranges.py
     small_files.py  `read_current_content`, `replace_file`, `open_lines`, `require_writable`
     destination.py  `to_destination` to write, `require_multi_process_store`, `require_absent`;

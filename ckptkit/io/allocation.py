@@ -26,7 +26,7 @@ def require_free_space(path: Path, nbytes: int) -> None:
         raise NoRoom(message, path=path, hint="free some space, or write elsewhere")
 
 
-def missing_bytes(root: Path, sizes: Mapping[str, int]) -> int:
+def unallocated_bytes(root: Path, sizes: Mapping[str, int]) -> int:
     """Return the disk space in bytes that files of these sizes still need, by their names in directory `root`."""
     missing = 0
     for name, nbytes in sizes.items():

@@ -98,14 +98,14 @@ class Assembly:
             if is_whole:
                 self._own.whole += [*self._dataless_pieces_before(piece), piece]
 
-    def record_written(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
-        """Record that `nbytes` from `start` of the gap at `offset` were written, with this CRC-32.
+    def record_written(self, name: str, gap_offset: int, start_in_gap: int, nbytes: int, crc: int) -> None:
+        """Record that `nbytes` from `start_in_gap` of the gap at `gap_offset` were written, with this CRC-32.
 
         Sends the pieces that this thread has completed, in the order of the file.
         """
-        gap_key = name, offset
+        gap_key = name, gap_offset
         with self._lock:
-            self._sums.add(gap_key, start, nbytes, crc)
+            self._sums.add(gap_key, start_in_gap, nbytes, crc)
             gap = self._gaps.get(gap_key)
             total = None if gap is None else self._sums.find_complete(gap_key, gap.nbytes)
             if total is not None:
@@ -190,8 +190,8 @@ class AssembledFiles:
     def __getitem__(self, name: str) -> AssembledFile:
         return AssembledFile(self.assembly, self.name_in_output(name))
 
-    def record_written(self, name: str, offset: int, start: int, nbytes: int, crc: int) -> None:
-        self.assembly.record_written(self.name_in_output(name), offset, start, nbytes, crc)
+    def record_written(self, name: str, gap_offset: int, start_in_gap: int, nbytes: int, crc: int) -> None:
+        self.assembly.record_written(self.name_in_output(name), gap_offset, start_in_gap, nbytes, crc)
 
     def is_any_byte_sent_here(self, name: str, offset: int, nbytes: int) -> bool:
         """Return whether any of these bytes are in pieces that this process sends."""

@@ -45,8 +45,8 @@ class StoreClaim:
     checksums: bool = True
 
     @classmethod
-    def begin(cls, plan: str, **more: Any) -> Self:
-        return cls(plan, datetime.now(UTC).isoformat(timespec="seconds"), socket.gethostname(), **more)
+    def begin(cls, plan: str, **fields: Any) -> Self:
+        return cls(plan, datetime.now(UTC).isoformat(timespec="seconds"), socket.gethostname(), **fields)
 
     @classmethod
     def for_deletion(cls) -> Self:
@@ -176,10 +176,10 @@ class UploadTarget:
         hint = "run the same command again when it is done"
         return Occupied("another upload began at this moment", path=self.path, hint=hint)
 
-    def lost_claim_error(self, did: str = "has canceled") -> Occupied:
-        """Return the error for an upload whose claim another process has replaced; `did` says what that process did."""
+    def lost_claim_error(self, action: str = "has canceled") -> Occupied:
+        """Return the error for an upload whose claim another process has replaced; `action` is what it did."""
         hint = "run the same command again when the other process has ended"
-        return Occupied(f"another process {did} this upload", path=self.path, hint=hint)
+        return Occupied(f"another process {action} this upload", path=self.path, hint=hint)
 
     def no_claim_error(self) -> Occupied:
         """Return the error for a process that joins an upload without a claim."""
@@ -202,7 +202,7 @@ class StoreOutput:
     is_file: bool = False
 
     @property
-    def _place(self) -> UploadTarget:
+    def _upload_target(self) -> UploadTarget:
         return UploadTarget(self.path, self.is_file)
 
 

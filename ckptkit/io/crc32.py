@@ -17,9 +17,9 @@ Key = TypeVar("Key", bound=Hashable)
 _ONES = 0xFFFFFFFF
 
 
-def crc32(data: bytes | bytearray | memoryview, before: int = 0) -> int:
-    """Return the CRC-32 of `data`, as in zip and PNG; `before` is the CRC-32 of the bytes in front of it."""
-    return isal_zlib.crc32(data, before)
+def crc32(data: bytes | bytearray | memoryview, starting_crc: int = 0) -> int:
+    """Return the CRC-32 of `data`, as in zip and PNG; `starting_crc` is the CRC-32 of the bytes in front of it."""
+    return isal_zlib.crc32(data, starting_crc)
 
 
 def combine_crc32(first: int, second: int, length: int) -> int:
@@ -86,9 +86,9 @@ class Checksums(Generic[Key]):
         self._pieces.pop(key, None)
 
 
-def xor_contribution(data: memoryview, after: int) -> int:
-    """Return the contribution of `data` to the XOR of all parts, if `after` bytes follow it in the whole."""
-    return isal_zlib.crc32_combine(isal_zlib.crc32(data, _ONES) ^ _ONES, 0, after)
+def xor_contribution(data: memoryview, nbytes_after: int) -> int:
+    """Return the contribution of `data` to the XOR of all parts, if `nbytes_after` bytes follow it in the whole."""
+    return isal_zlib.crc32_combine(isal_zlib.crc32(data, _ONES) ^ _ONES, 0, nbytes_after)
 
 
 def crc32_from_contributions(contributions: int, length: int) -> int:

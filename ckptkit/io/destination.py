@@ -14,7 +14,7 @@ from ckptkit.entry_points import import_object
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.file import destination_exists_error
-from ckptkit.io.path import RemotePath, capabilities_at, drop_cached_listing, is_remote, to_live_path
+from ckptkit.io.path import RemotePath, capabilities_at, drop_cached_listing, is_remote, to_uncached_path
 from ckptkit.io.pieces import FilePiece, cut_into_pieces, new_piece_buffer
 from ckptkit.io.stores import STORES
 
@@ -123,7 +123,7 @@ def to_destination(destination: str | os.PathLike[str]) -> Path:
 
     Raises `Usage` for a URL that ckptkit cannot write to.
     """
-    path = to_live_path(destination)
+    path = to_uncached_path(destination)
     if not is_remote(path):
         return path
     if not capabilities_at(path).destination:
@@ -138,11 +138,11 @@ def to_destination(destination: str | os.PathLike[str]) -> Path:
 
 
 def open_destination(
-    path: Path, sizes: Mapping[str, int], marks: Sequence[str], *, plan: str, is_file: bool = False
+    path: Path, sizes: Mapping[str, int], marker_names: Sequence[str], *, plan: str, is_file: bool = False
 ) -> Destination:
     """Return the destination at a path from `to_destination`; see `Destination` for the other arguments."""
     kind = import_object(capabilities_at(path).destination)
-    return cast(Destination, kind(path, sizes, marks, plan=plan, is_file=is_file))
+    return cast(Destination, kind(path, sizes, marker_names, plan=plan, is_file=is_file))
 
 
 def require_multi_process_store(path: Path) -> None:
@@ -187,7 +187,7 @@ def hint_on_kept_data(destination: Destination) -> Iterator[None]:
         raise
 
 
-def send_file(there: Destination, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> None:
+def send_file(destination: Destination, name: str, nbytes: int, blocks: Iterable[bytes | memoryview]) -> None:
     """Send a complete file of `nbytes` bytes, whose `blocks` come in order, with `SENDERS` threads.
 
     A block is copied before the next one is asked for. One piece is filled while `SENDERS` others are sent. Raises
@@ -197,7 +197,7 @@ def send_file(there: Destination, name: str, nbytes: int, blocks: Iterable[bytes
 
     def put(piece: FilePiece, data: memoryview) -> tuple[int, int]:
         crc = crc32(data)
-        there.put(piece, data, crc)
+        destination.put(piece, data, crc)
         return crc, piece.length
 
     total = 0  # the CRC-32 of the pieces that were sent
@@ -210,9 +210,9 @@ def send_file(there: Destination, name: str, nbytes: int, blocks: Iterable[bytes
             sending.append(threads.submit(put, piece, data))
         for sent in sending:
             total = combine_crc32(total, *sent.result())
-        there.finish_file(name, total)
+        destination.finish_file(name, total)
     except BaseException as error:
-        there.stop(error)
+        destination.stop(error)
         raise
     finally:
         threads.shutdown(cancel_futures=True)

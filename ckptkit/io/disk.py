@@ -98,7 +98,7 @@ def sync_path(path: Path) -> None:
 
 
 @contextmanager
-def early_sync(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]]:
+def sync_in_background(root: Path, *, sync: bool) -> Iterator[Callable[[str, int], None]]:
     """Yield a function to call, from one thread at a time, with a file's name and the bytes just written to it.
 
     Another thread flushes these files to the disk meanwhile. This guarantees nothing: the final `sync_directory_tree`
@@ -152,7 +152,7 @@ def staging_path(dst: Path) -> Path:
     return dst.parent / f".{dst.name}.ckptkit.tmp"
 
 
-def aside_path(dst: Path) -> Path:
+def old_destination_path(dst: Path) -> Path:
     """Return the hidden sibling that the old `dst` becomes while directories are swapped in steps."""
     return dst.parent / f".{dst.name}.ckptkit.old"
 
@@ -187,7 +187,7 @@ def move_directory_into_place(path: Path, dst: Path, overwrite: bool) -> None:
         return
     message = "this file system cannot swap directories in one step: for a moment the destination is absent"
     warn_of_lost_guarantee(dst, message)
-    aside = aside_path(dst)
+    aside = old_destination_path(dst)
     retry_interrupted(os.rename, dst, aside)
     try:
         retry_interrupted(os.rename, path, dst)

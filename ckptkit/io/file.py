@@ -37,7 +37,7 @@ def open_file(path: Path, *, writable: bool = False) -> File:
     error.
     """
     if isinstance(path, JoinedPath):
-        return open_file(require_single_copy(path))
+        return open_file(require_equal_copies(path))
     if is_remote(path):
         if not path.is_absolute():
             return RemoteFile(path)
@@ -45,7 +45,7 @@ def open_file(path: Path, *, writable: bool = False) -> File:
     return open_for_writing(path) if writable else open_regular(path)
 
 
-def require_single_copy(path: JoinedPath) -> Path:
+def require_equal_copies(path: JoinedPath) -> Path:
     """Return the path of a file in joined directories; several copies must be equal.
 
     Raises `Corrupt` if they are not.
@@ -98,7 +98,7 @@ def read_small(path: Path, limit: int) -> bytes:
 def file_size(path: Path) -> int:
     """Return the size of the regular file `path` in bytes. Raises the errors of `open_file` for any other path."""
     if isinstance(path, JoinedPath):
-        return file_size(require_single_copy(path))
+        return file_size(require_equal_copies(path))
     with translate_os_errors(path), suppress(FileNotFoundError, ValueError):
         status = retry_interrupted(path.lstat)  # faster than opening each of thousands of files
         if stat.S_ISREG(status.st_mode):
@@ -107,13 +107,13 @@ def file_size(path: Path) -> int:
         return file.size
 
 
-def find_stored_sum(path: Path) -> StoredSum | None:
+def find_stored_checksums(path: Path) -> StoredSum | None:
     """Return the checksums that a store has of a remote file; None without any, or for a local file.
 
     Reads no byte of the file.
     """
     if isinstance(path, JoinedPath):
-        return find_stored_sum(require_single_copy(path))
+        return find_stored_checksums(require_equal_copies(path))
     if not is_remote(path):
         return None
     with translate_os_errors(path):
@@ -121,7 +121,7 @@ def find_stored_sum(path: Path) -> StoredSum | None:
         if not isinstance(store, ChecksumStore):
             return None
         with translate_store_errors(path, store):
-            return store.read_stored_sum(path.key)
+            return store.read_stored_checksums(path.key)
 
 
 def names_in(path: Path) -> list[str]:
@@ -255,7 +255,7 @@ class ReadAhead:
         return read
 
 
-def find_wrong_kind_error(head: bytes, path: Path | None = None) -> Corrupt | None:
+def find_missing_content_error(head: bytes, path: Path | None = None) -> Corrupt | None:
     """Return the error for a file with unexpected first bytes `head`, if they show what happened; else None."""
     if head.startswith(b"version https://git-lfs"):
         message = "expected the file itself, found a Git LFS pointer to it"
@@ -295,8 +295,8 @@ def list_directories(path: Path) -> list[Path]:
         return [child for child in list_children(path) if child.is_dir()]
 
 
-def find_linked_entry(root: Path, target: str) -> str | None:
+def find_link_target_entry(root: Path, link_target: str) -> str | None:
     """Return the entry of directory `root` that a link in it leads to or into; None if it leads elsewhere."""
     absolute_root = next(iter(local_paths_of(root)), root).absolute()
-    target_path = Path(os.path.normpath(absolute_root / target))
+    target_path = Path(os.path.normpath(absolute_root / link_target))
     return target_path.relative_to(absolute_root).parts[0] if absolute_root in target_path.parents else None

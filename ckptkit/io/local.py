@@ -112,7 +112,7 @@ def find_hub_cache_blob(path: Path) -> Path | None:
     return blobs / blob.name if is_inside and Path(os.path.realpath(blob.parent)) == blobs else None
 
 
-def is_strange_link(path: Path) -> bool:
+def is_link_outside_cache(path: Path) -> bool:
     """Return whether `path` is a symbolic link, other than a link to a blob in the Hub's cache."""
     return path.is_symlink() and find_hub_cache_blob(path) is None
 

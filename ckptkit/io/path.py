@@ -24,8 +24,8 @@ from ckptkit.io.stores import (
     CachedStore,
     KnownStore,
     StoreEntry,
+    known_store_for_url,
     open_store,
-    store_row_for_url,
     translate_store_errors,
 )
 
@@ -162,7 +162,7 @@ def is_remote(path: object) -> TypeIs[RemotePath]:
 
 def capabilities_at(path: Path) -> KnownStore:
     """Return ckptkit's capabilities in the store of a path; for a local path, on a disk."""
-    return store_row_for_url(str(path)) if is_remote(path) else LOCAL
+    return known_store_for_url(str(path)) if is_remote(path) else LOCAL
 
 
 def drop_cached_listing(path: Path) -> Path:
@@ -182,7 +182,7 @@ def to_path(typed: str | os.PathLike[str]) -> Path:
 
     While HF_HUB_OFFLINE is set, an `hf://` URL becomes the snapshot in the Hub's cache, if the cache has one.
     """
-    path = to_live_path(typed)
+    path = to_uncached_path(typed)
     if isinstance(typed, str) and is_remote(path) and path.parts[0] == "hf:":
         from ckptkit.io.stores.hub import find_offline_snapshot
 
@@ -192,7 +192,7 @@ def to_path(typed: str | os.PathLike[str]) -> Path:
     return path
 
 
-def to_live_path(typed: str | os.PathLike[str]) -> Path:
+def to_uncached_path(typed: str | os.PathLike[str]) -> Path:
     """Return the path that a user wants to change: a local path or a URL, never a copy in a cache.
 
     Raises `Usage` for an invalid URL, also for one without its two slashes, as `Path("s3://bucket")` is.
@@ -223,13 +223,13 @@ def to_live_path(typed: str | os.PathLike[str]) -> Path:
 
 def to_local_path(typed: str | os.PathLike[str]) -> Path:
     """Return the local path that a user wants to write to. Raises `Usage` for any URL except `file:`."""
-    path = to_live_path(typed)
+    path = to_uncached_path(typed)
     if is_remote(path):
         raise Usage(f"expected a local path, found `{typed}`", hint="pass a local path, and copy it with `ckptkit cp`")
     return path
 
 
-def as_typed(typed: Path, absolute: Path) -> Path:
+def restore_relative_path(typed: Path, absolute: Path) -> Path:
     """Return an absolute path as a relative one if the user typed a relative one.
 
     Only if it is below the current directory.

@@ -20,11 +20,11 @@ class SmallFiles(Protocol):
     def find_content_tag(self, path: RemotePath) -> str:
         """Return a tag that changes with the content of a file, such as its ETag; "" if the file does not exist."""
 
-    def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
+    def put(self, path: RemotePath, content: bytes, *, replaced_tag: str | None = None) -> str:
         """Write a file atomically and return its tag.
 
-        `replaces` is a tag, or "" for no file: raises `Occupied` if the current file has another tag. A store without
-        conditional writes replaces the file anyway.
+        `replaced_tag` is a tag, or "" for no file: raises `Occupied` if the current file has another tag. A store
+        without conditional writes replaces the file anyway.
         """
 
     def delete(self, path: RemotePath) -> None:
@@ -94,7 +94,7 @@ class StoreLines:
 
     def send_lines(self) -> None:
         if len(self._content) > self._sent:
-            self._tag = self._files.put(self._path, bytes(self._content), replaces=self._tag)
+            self._tag = self._files.put(self._path, bytes(self._content), replaced_tag=self._tag)
             self._sent = len(self._content)
 
 

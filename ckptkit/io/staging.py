@@ -15,11 +15,11 @@ from ckptkit.errors import CkptError, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.allocation import write_new_file
 from ckptkit.io.disk import (
     HIDDEN_SIBLING,
-    aside_path,
     lock_path,
     make_directories,
     move_directory_into_place,
     move_file_into_place,
+    old_destination_path,
     remove_path,
     retry_interrupted,
     staging_path,
@@ -109,7 +109,7 @@ class Stage:
             recover_interrupted_swap(self.dst)
             # another process may have finished it while we waited for the lock
             require_free_destination(self.dst, self.overwrite, is_file=self.is_file)
-            begun = find_staging_key(self.path)
+            begun = find_resume_key(self.path)
             if self.key is None or begun != self.key:
                 if begun is not None and self.check_other is not None:
                     self.check_other(begun, self.notes_directory)
@@ -142,7 +142,7 @@ class Stage:
             try:
                 return acquire_lock(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
             except Occupied:
-                if not self.is_part or find_staging_key(self.path) != self.key:
+                if not self.is_part or find_resume_key(self.path) != self.key:
                     raise
             except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
                 error.filename = os.fspath(self.dst.parent)  # the user does not know our lock
@@ -222,7 +222,7 @@ def lock_resumable_output(path: Path, *, shared: bool = False) -> int | None:
     return fd
 
 
-def find_staging_key(path: Path) -> bytes | None:
+def find_resume_key(path: Path) -> bytes | None:
     """Return the key of the unfinished output in directory `path`; None without a directory or a key."""
     file = path / WORK / _KEY
     with translate_os_errors(file):
@@ -232,7 +232,7 @@ def find_staging_key(path: Path) -> bytes | None:
             return read_at(opened, opened.size, 0)
 
 
-def create_staging_directory(path: Path, key: bytes | None) -> None:
+def create_staging_directory(path: Path, resume_key: bytes | None) -> None:
     """Create directory `path` with only its key, if it has one, replacing the leftovers of a process that died."""
     with translate_os_errors(path):
         if path.is_symlink():
@@ -242,14 +242,14 @@ def create_staging_directory(path: Path, key: bytes | None) -> None:
             sync_path(path.parent)
             remove_path(path)
         retry_interrupted(path.mkdir)
-        if key is not None:
+        if resume_key is not None:
             written = path / WORK / f"{_KEY}.new"
             retry_interrupted((path / WORK).mkdir)
-            write_new_file(written, key)
+            write_new_file(written, resume_key)
             retry_interrupted(written.rename, path / WORK / _KEY)
 
 
-def remove_dead_leftovers(root: Path) -> None:
+def remove_orphaned_staging(root: Path) -> None:
     """Remove the hidden leftovers of dead processes in directory `root`, except outputs that can be resumed."""
     with translate_os_errors(root):
         names = {match[1] for path in root.iterdir() if (match := HIDDEN_SIBLING.fullmatch(path.name))}
@@ -259,7 +259,7 @@ def remove_dead_leftovers(root: Path) -> None:
                 owned = acquire_lock(lock)
                 try:
                     recover_interrupted_swap(dst)
-                    if find_staging_key(staging_path(dst)) is None:
+                    if find_resume_key(staging_path(dst)) is None:
                         remove_path(staging_path(dst))
                 finally:
                     release_lock(owned, lock)
@@ -267,7 +267,7 @@ def remove_dead_leftovers(root: Path) -> None:
 
 def recover_interrupted_swap(dst: Path) -> None:
     """Restore, or remove, an old `dst` that a process put aside before it died in the middle of a swap."""
-    aside = aside_path(dst)
+    aside = old_destination_path(dst)
     if dst.exists():
         remove_path(aside)
     elif aside.exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptkit.errors import CkptError, Corrupt, Report, raise_problem
-from ckptkit.layout.box import Box, Shape, find_gap, find_outside, find_overlap, full_box
+from ckptkit.layout.box import Box, Shape, find_box_outside, find_overlap, find_slab_with_gap, full_box
 from ckptkit.layout.dtypes import DType
 
 OWN = "own_state"  # the key of all per-rank state, above `rank_N`
@@ -194,7 +194,7 @@ class StoredTensor:
         return any(chunk.is_unreadable for chunk in self.chunks)
 
     @property
-    def shape_of_chunks(self) -> Shape:
+    def shape_tiled_by_chunks(self) -> Shape:
         """Return the shape in which the chunks are boxes."""
         return self.spec.shape if self.splits is None else sum(self.splits, ())
 
@@ -364,9 +364,9 @@ def check_chunks_tile(layout: Layout, report: Report = raise_problem) -> None:
 
 def find_tiling_error(root: Path, tensor: StoredTensor) -> Corrupt | None:
     """Return the error for chunks that do not tile a tensor, None if they do."""
-    shape = tensor.shape_of_chunks
+    shape = tensor.shape_tiled_by_chunks
     boxes = [chunk.box for chunk in tensor.chunks]
-    outside = find_outside(shape, boxes)
+    outside = find_box_outside(shape, boxes)
     if outside is not None:
         chunk = tensor.chunks[outside]
         message = f"a chunk at {list(chunk.start)} of size {list(chunk.size)} is outside shape {list(shape)}"
@@ -378,7 +378,7 @@ def find_tiling_error(root: Path, tensor: StoredTensor) -> Corrupt | None:
             f"two chunks overlap: {list(shared.size)} elements at {list(shared.start)} "
             f"are in `{tensor.chunks[one].path}` and in `{tensor.chunks[other].path}`"
         )
-    gap = find_gap(shape, boxes)
+    gap = find_slab_with_gap(shape, boxes)
     if gap is not None:
         axis, start, stop = gap
         covered = sum(box.numel for box in boxes)

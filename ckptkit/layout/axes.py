@@ -46,7 +46,7 @@ def cut_axis(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTe
     if tensor.splits is not None:
         splits, inner = tensor.splits, prod(tensor.splits[axis][1:])
         if start % inner == 0 == stop % inner:  # cut the first axis that `axis` is split into; its other axes stay
-            apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_of_chunks), tensor.chunks)
+            apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_tiled_by_chunks), tensor.chunks)
             cut = cut_axis(apart, sum(map(len, splits[:axis])), start // inner, stop // inner)
             extents = ((stop - start) // inner, *splits[axis][1:])
             return with_axes_merged(cut, (*splits[:axis], extents, *splits[axis + 1 :]))
@@ -238,7 +238,7 @@ class FlatPiece(NamedTuple):
     chunk: Chunk
 
 
-def consecutive_pieces(chunks: Iterable[tuple[Chunk, int]]) -> Iterator[FlatPiece]:
+def flat_pieces_of_chunks(chunks: Iterable[tuple[Chunk, int]]) -> Iterator[FlatPiece]:
     """Yield consecutive pieces: the first elements of each chunk, as many as its count says, without padding."""
     begin = 0
     for chunk, numel in chunks:
@@ -316,6 +316,6 @@ def shift_box(box: Box, axis: int, by: int) -> Box:
     return Box(replace_sizes_at(box.start, axis, 1, (box.start[axis] + by,)), box.size)
 
 
-def replace_sizes_at(values: Shape, axis: int, count: int, by: Shape) -> Shape:
+def replace_sizes_at(values: Shape, axis: int, count: int, replacement: Shape) -> Shape:
     """Return a shape with `count` of its sizes replaced by others."""
-    return values[:axis] + by + values[axis + count :]
+    return values[:axis] + replacement + values[axis + count :]

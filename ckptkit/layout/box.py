@@ -43,10 +43,10 @@ class Span(NamedTuple):
     is_run: bool  # row-major, without other elements in between
 
 
-def span_of(box: Box, chunk: Box, strides: Shape | None) -> Span:
-    """Return the span of the elements of `box` in `chunk`, which has `strides` (row-major if None)."""
-    steps = row_major_strides(chunk.size) if strides is None else strides
-    start = sum(map(mul, map(sub, box.start, chunk.start), steps))
+def span_of(box: Box, chunk_box: Box, strides: Shape | None) -> Span:
+    """Return the span of the elements of `box` in `chunk_box`, which has `strides` (row-major if None)."""
+    steps = row_major_strides(chunk_box.size) if strides is None else strides
+    start = sum(map(mul, map(sub, box.start, chunk_box.start), steps))
     length = 1 + sum(map(mul, box.size, steps)) - sum(steps)
     return Span(start, length, strides is None and length == box.numel)
 
@@ -155,7 +155,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int, Box] | None:
     return None
 
 
-def find_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
+def find_box_outside(shape: Shape, boxes: Sequence[Box]) -> int | None:
     """Return the index of a box that is not inside a tensor of `shape`; None if all are."""
     for i, (start, size) in enumerate(boxes):
         if not len(start) == len(size) == len(shape):
@@ -173,7 +173,7 @@ def starts_and_sizes_by_axis(boxes: Sequence[Box], ndim: int) -> tuple[list[list
     return [list(map(axis, starts)) for axis in axes], [list(map(axis, sizes)) for axis in axes]
 
 
-def find_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
+def find_slab_with_gap(shape: Shape, boxes: Sequence[Box]) -> tuple[int, int, int] | None:
     """Return where disjoint boxes leave a tensor of `shape` uncovered: `(axis, start, stop)` of a slab with a gap.
 
     Compares, slab by slab along each axis, how many elements of a cross-section are covered.

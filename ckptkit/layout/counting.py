@@ -70,7 +70,7 @@ def measure_moments(stored: Array, widen: Callable[[Array], Array]) -> Moments:
     return moments
 
 
-def measure_repeated(numbers: Array, repeats: Array) -> Moments:
+def moments_of_repeated_values(numbers: Array, repeats: Array) -> Moments:
     """Return the moments of finite values. Each value occurs `repeats` times."""
     is_counted = np.isfinite(numbers) & (repeats > 0)
     values, times = numbers[is_counted], repeats[is_counted]
@@ -155,7 +155,7 @@ def count_values(data: memoryview, dtype: DType) -> Count:
     for start in range(0, len(data), _PART_BYTES):
         part = data[start : start + _PART_BYTES]
         if dtype.kind == "small_float":
-            count = _count_small(np.frombuffer(part, np.uint8), SMALL_FLOATS[dtype.name])
+            count = _count_small_floats(np.frombuffer(part, np.uint8), SMALL_FLOATS[dtype.name])
         elif dtype.kind in ("float", "complex"):
             name = _COMPONENTS.get(dtype.name, dtype.name)
             kind = _FLOATS[name]
@@ -253,7 +253,7 @@ class _Extremes:
 # Floats of 8 bits and fewer, by how often each byte occurs
 
 
-def _count_small(codes: Array, kind: SmallFloat) -> Count:
+def _count_small_floats(codes: Array, kind: SmallFloat) -> Count:
     """Return the counts of floats of 8 bits or fewer, given as bytes."""
     occurrences = np.bincount(codes, minlength=256)
     if kind.nbits == 4:
@@ -269,5 +269,5 @@ def _count_small(codes: Array, kind: SmallFloat) -> Count:
         denormal=int(occurrences[(values != 0) & (np.abs(values) < kind.smallest_normal)].sum()),
         low=numbers.min().item() if len(numbers) else None,
         high=numbers.max().item() if len(numbers) else None,
-        moments=measure_repeated(values, occurrences),
+        moments=moments_of_repeated_values(values, occurrences),
     )

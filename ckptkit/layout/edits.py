@@ -134,10 +134,10 @@ def with_low_precision_copies(layout: Layout) -> Layout:
     return replace(layout, tensors={**layout.tensors, **layout.twins}, twins={})
 
 
-def cast_tensors(layout: Layout, wanted: Callable[[str, Spec], DType]) -> Layout:
-    """Return the same tensors with the dtypes that `wanted` returns. Chunks stay, and are cast on read."""
+def cast_tensors(layout: Layout, dtype_for: Callable[[str, Spec], DType]) -> Layout:
+    """Return the same tensors with the dtypes that `dtype_for` returns. Chunks stay, and are cast on read."""
     tensors = {
-        name: replace(tensor, spec=replace(tensor.spec, dtype=wanted(name, tensor.spec)))
+        name: replace(tensor, spec=replace(tensor.spec, dtype=dtype_for(name, tensor.spec)))
         for name, tensor in layout.tensors.items()
     }
     return replace(layout, tensors=tensors)

@@ -55,7 +55,7 @@ def match_in_order(
     return dict(zip(numbers, parameters, strict=True))
 
 
-def find_certain(match: Callable[P, dict[int, Key]], *args: P.args, **kwargs: P.kwargs) -> dict[int, Key] | None:
+def find_certain_match(match: Callable[P, dict[int, Key]], *args: P.args, **kwargs: P.kwargs) -> dict[int, Key] | None:
     """Return the result of `match_in_order` or `match_by_size` for these arguments; None where it is not certain."""
     try:
         return match(*args, **kwargs)
@@ -116,7 +116,9 @@ def partial_model_error(keys: set[Key], models: Sequence[Mapping[Key, Size]]) ->
     return Unsupported(f"{message} parameters explain that, and so does an optimizer of something that was not saved")
 
 
-def match_trained(groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]) -> dict[int, Key]:
+def match_with_frozen_parameters(
+    groups: Groups, sizes: Mapping[int, Size], parameters: Mapping[Key, Size]
+) -> dict[int, Key]:
     """Return the parameter of each index, as `match_in_order`, for a model in which some `parameters` may be frozen."""
     check_indices(groups, sizes)
     numbers = list(chain.from_iterable(groups))

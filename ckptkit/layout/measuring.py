@@ -52,7 +52,9 @@ def sum_of_finite_squares(elements: Elements) -> float:
     numel = len(data) // dtype.itemsize
     parts = (slice(start, min(start + _PART, numel)) for start in range(0, numel, _PART))
     rows = _Scratch()
-    return sum(_squares(_widen(_numbers(_slice_elements(elements, part), rows.narrow[0]))) for part in parts)
+    return sum(
+        _sum_finite_squares(_widen(_decode_values(_slice_elements(elements, part), rows.narrow[0]))) for part in parts
+    )
 
 
 def _slice_elements(elements: Elements, part: slice) -> Elements:
@@ -77,8 +79,8 @@ class _Scratch:
 def _distance_of_part(
     a: Elements, b: Elements, box: Box, start: int, tolerance: Tolerance | None, rows: _Scratch
 ) -> Distance:
-    x, y = _promoted(_numbers(a, rows.narrow[0]), _numbers(b, rows.narrow[1]), rows)
-    gaps = _gaps(x, y, rows)
+    x, y = _promoted(_decode_values(a, rows.narrow[0]), _decode_values(b, rows.narrow[1]), rows)
+    gaps = _absolute_differences(x, y, rows)
     if tolerance is None and a[1] == b[1]:
         is_different = _bits_differ(a, b)
     else:
@@ -87,12 +89,12 @@ def _distance_of_part(
         is_close: Array = (x == y) | (np.isfinite(gaps) & (gaps <= room)) | (np.isnan(x) & np.isnan(y))
         is_different = np.logical_not(is_close)
     wide = gaps.astype(np.float64, copy=False)
-    gap, strange = _dot(wide), 0
+    gap, strange = _sum_of_squares(wide), 0
     if not np.isfinite(gap):
         is_finite = np.isfinite(x) & np.isfinite(y)
         strange = int(np.count_nonzero(is_different & ~is_finite))
         gaps = gaps[is_finite]
-        gap = _dot(gaps)
+        gap = _sum_of_squares(gaps)
     if is_different.ndim == 2:
         is_different = np.logical_or.reduce(is_different, axis=1)
     first, at = None, int(is_different.argmax())
@@ -105,13 +107,13 @@ def _distance_of_part(
         strange=strange,
         max_abs=gaps.max(initial=0).item(),
         gap=gap,
-        size_a=_squares(_widen(x)),
-        size_b=_squares(_widen(y)),
+        size_a=_sum_finite_squares(_widen(x)),
+        size_b=_sum_finite_squares(_widen(y)),
         first=first,
     )
 
 
-def _numbers(elements: Elements, memory: Array) -> Array:
+def _decode_values(elements: Elements, memory: Array) -> Array:
     """Return the values, exactly; two per row where an element has two. `memory` is for what numpy does not have."""
     data, dtype = elements
     stored: Array = np.frombuffer(data, _NUMPY.get(dtype.name, dtype.name))
@@ -139,7 +141,7 @@ def _promoted(x: Array, y: Array, rows: _Scratch) -> tuple[Array, Array]:
     return x.astype(kind, copy=False), y.astype(kind, copy=False)
 
 
-def _gaps(x: Array, y: Array, rows: _Scratch) -> Array:
+def _absolute_differences(x: Array, y: Array, rows: _Scratch) -> Array:
     """Return |x - y|; unsigned for integers, so that it cannot overflow."""
     gaps: Array
     if x.dtype == np.float64:
@@ -166,10 +168,10 @@ def _widen(numbers: Array) -> Array:
     return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64, copy=False)
 
 
-def _squares(numbers: Array) -> float:
-    total = _dot(numbers)
-    return total if np.isfinite(total) else _dot(numbers[np.isfinite(numbers)])
+def _sum_finite_squares(numbers: Array) -> float:
+    total = _sum_of_squares(numbers)
+    return total if np.isfinite(total) else _sum_of_squares(numbers[np.isfinite(numbers)])
 
 
-def _dot(numbers: Array) -> float:
+def _sum_of_squares(numbers: Array) -> float:
     return sum_of_squares(np.ascontiguousarray(numbers).reshape(-1).view(np.float64))

@@ -36,7 +36,7 @@ class PlacedBox(NamedTuple):
 
 def local_shape_and_boxes(
     shape: Shape,
-    mesh: Shape,
+    mesh_shape: Shape,
     coordinate: Shape,
     placements: Sequence[Placement],
     order: Sequence[int] | None = None,
@@ -47,12 +47,12 @@ def local_shape_and_boxes(
     one box, which may be empty, unless strided shards without a matching axis give several.
     """
     if order is None:
-        order, placements = mesh_axis_order_and_shards(mesh, placements)
+        order, placements = mesh_axis_order_and_shards(mesh_shape, placements)
     runs: list[list[Run]] = [[(0, extent)] for extent in shape]
     for axis in order:
         shard = placements[axis]
         if shard is not None:
-            runs[shard.dim] = strided_shard_of(runs[shard.dim], mesh[axis], coordinate[axis], shard.stride)
+            runs[shard.dim] = strided_shard_of(runs[shard.dim], mesh_shape[axis], coordinate[axis], shard.stride)
     local_shape = tuple(sum(count for _, count in along) for along in runs)
     ranges_by_dim = [along or [(extent, 0)] for along, extent in zip(runs, shape, strict=True)]
     starts = [[0, *accumulate(count for _, count in along)] for along in ranges_by_dim]
@@ -65,7 +65,7 @@ def local_shape_and_boxes(
 
 
 def mesh_axis_order_and_shards(
-    mesh: Shape, placements: Sequence[Placement]
+    mesh_shape: Shape, placements: Sequence[Placement]
 ) -> tuple[Sequence[int], Sequence[Placement]]:
     """Return the order in which the axes of a mesh apply, and the placements without strides.
 
@@ -74,17 +74,17 @@ def mesh_axis_order_and_shards(
     order.
     """
     order: list[int] = []
-    for axis in reversed(range(len(mesh))):
+    for axis in reversed(range(len(mesh_shape))):
         shard = placements[axis]
         before = 0
         if shard is not None and shard.stride > 1:
             pieces = 1
             while pieces < shard.stride and before < len(order):
                 other = placements[order[before]]
-                pieces *= mesh[order[before]] if other and other.dim == shard.dim else 1
+                pieces *= mesh_shape[order[before]] if other and other.dim == shard.dim else 1
                 before += 1
             if pieces != shard.stride:
-                return range(len(mesh)), placements
+                return range(len(mesh_shape)), placements
         order.insert(before, axis)
     return order, [shard and Shard(shard.dim) for shard in placements]
 

@@ -18,7 +18,7 @@ from ckptkit.layout.dtypes import DTYPES, DType
 Region = Callable[[Box], Box]
 
 
-def unchanged_box(box: Box) -> Box:
+def identity_region(box: Box) -> Box:
     """Return the box itself: the region of an elementwise operand."""
     return box
 
@@ -33,7 +33,7 @@ class Operand(NamedTuple):
     source: int
     name: str
     dtype: DType
-    region: Region = unchanged_box
+    region: Region = identity_region
 
 
 class Recipe(Protocol):
@@ -126,7 +126,7 @@ class Plan:
         return sum(target.chunk.length for target in self.targets)
 
     @property
-    def whole_nbytes(self) -> int:
+    def destination_nbytes(self) -> int:
         """Return the bytes of the whole destination."""
         return self.before + self.nbytes + self.behind
 
@@ -201,7 +201,7 @@ def targets_for(
     tensors = [sources[operand.source].tensors[operand.name] for operand in operands]
     # split the axes of all tensors alike; none if an operand has other boxes
     splits = next((tensor.splits for tensor in tensors if tensor.splits), None)
-    if any(operand.region is not unchanged_box for operand in operands):
+    if any(operand.region is not identity_region for operand in operands):
         wanted, *tensors = map(with_unsplit_chunks, (wanted, *tensors))
     elif splits is not None:
         wanted, *tensors = (with_split_chunks(tensor, splits) for tensor in (wanted, *tensors))
@@ -229,7 +229,7 @@ def check_operands(wanted: Spec, operands: Sequence[Operand], sources: Sequence[
         if tensor is None:
             raise Mismatch("the source does not have this tensor", path=layout.path, tensor=operand.name)
         spec = tensor.spec
-        is_alike = operand.region is not unchanged_box or spec.shape == wanted.shape
+        is_alike = operand.region is not identity_region or spec.shape == wanted.shape
         if not (is_alike and (spec.dtype == operand.dtype or spec.dtype.is_castable_to(operand.dtype))):
             message = f"expected {operand.dtype} for {wanted}, found {spec}"
             raise Mismatch(message, path=layout.path, tensor=operand.name)

@@ -130,13 +130,13 @@ def explain_renames(renamed: Mapping[str, str]) -> list[Explained]:
     return sorted((line for line, _ in group_by_change(renamed)), key=lambda line: (-line.count, line.old))
 
 
-def group_by_change(pairs: Mapping[str, str]) -> Iterator[tuple[Explained, tuple[str, ...]]]:
+def group_by_change(renamed: Mapping[str, str]) -> Iterator[tuple[Explained, tuple[str, ...]]]:
     """Yield each kind of change, with the old names that change that way.
 
     It shows full names, names with `*` for numbers, or the words that change.
     """
     groups: dict[Renaming, dict[str, str]] = {}
-    for old, new in pairs.items():
+    for old, new in renamed.items():
         groups.setdefault(word_changes_between(old, new), {})[old] = new
     for rule, members in groups.items():
         olds, news = tuple(members), tuple(members.values())
@@ -187,14 +187,14 @@ def parse_rule(rule: str) -> tuple[re.Pattern[str], str]:
     return compiled, text
 
 
-def rules_for(pairs: Mapping[str, str], names: Collection[str]) -> tuple[str, ...] | None:
-    """Return the rules that rename `pairs` and no other of the `names`; None if a user would not read so many."""
-    rules = Counter(word_changes_between(old, new) for old, new in pairs.items())
+def rules_for_renames(renamed: Mapping[str, str], names: Collection[str]) -> tuple[str, ...] | None:
+    """Return the rules that rename `renamed` and no other of the `names`; None if a user would not read so many."""
+    rules = Counter(word_changes_between(old, new) for old, new in renamed.items())
     if len(rules) > _MOST_RULES:
         return None
     spelled = tuple(dict.fromkeys(spell_rule(change) for rule, _ in rules.most_common() for change in rule))
     new_name = renaming_function(spelled)
-    return spelled if all(new_name(name) == pairs.get(name, name) for name in names) else None
+    return spelled if all(new_name(name) == renamed.get(name, name) for name in names) else None
 
 
 def spell_rule(change: WordChange) -> str:
@@ -208,10 +208,10 @@ def spell_rule(change: WordChange) -> str:
 # -- globs -------------------------------------------------------------------------------------------------------------
 
 
-def find_few_globs(names: Iterable[str], others: Collection[str], most: int) -> tuple[str, ...] | None:
-    """Return at most `most` globs that match all names and none of the others; None if that is impossible."""
-    globs = tuple(islice(globs_for(names, others), most + 1))
-    return globs if 0 < len(globs) <= most else None
+def find_few_globs(names: Iterable[str], others: Collection[str], max_globs: int) -> tuple[str, ...] | None:
+    """Return at most `max_globs` globs that match all names and none of the others; None if that is impossible."""
+    globs = tuple(islice(globs_for(names, others), max_globs + 1))
+    return globs if 0 < len(globs) <= max_globs else None
 
 
 def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:

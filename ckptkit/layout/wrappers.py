@@ -19,16 +19,16 @@ from ckptkit.layout.matching import KEEP_NUMBERS, Size, format_size
 PARAM_NAMES = "param_names"
 
 
-def read_recorded_names(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -> dict[Any, str]:
+def read_recorded_names(groups: Sequence[Sequence[Any]], names_by_group: Sequence[Any]) -> dict[Any, str]:
     """Return the recorded name of each parameter index; {} if no group has a list of names.
 
-    `groups` have the indices, `lists` the value of `param_names` of each group, None where it is missing. Raises
-    `Unsupported` for lists that do not name each index once.
+    `groups` have the indices, `names_by_group` the value of `param_names` of each group, None where it is missing.
+    Raises `Unsupported` for lists that do not name each index once.
     """
-    if all(names is None for names in lists):
+    if all(names is None for names in names_by_group):
         return {}
     recorded: dict[Any, str] = {}
-    for i, (group, names) in enumerate(zip(groups, lists, strict=True)):
+    for i, (group, names) in enumerate(zip(groups, names_by_group, strict=True)):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             message = f"`{PARAM_NAMES}` of group {i}: expected a list of names, found a {type(names).__name__}"
             raise Unsupported(message, hint=KEEP_NUMBERS)
@@ -44,32 +44,32 @@ def read_recorded_names(groups: Sequence[Sequence[Any]], lists: Sequence[Any]) -
 
 
 def parameters_by_index(
-    recorded: Mapping[int, str],
+    recorded_names: Mapping[int, str],
     size_by_index: Mapping[int, Size],
     parameters: Mapping[str, Size],
-    lister: str = f"`{PARAM_NAMES}`",
+    source_label: str = f"`{PARAM_NAMES}`",
 ) -> dict[int, str]:
     """Return the parameter of each index, by its recorded name. Raises `Mismatch` if name or size do not fit."""
     own = raw_names_by_bare_name(parameters)
-    wanted = {number: model_name_of(name, own) for number, name in recorded.items()}
+    wanted = {number: parameter_name_in_model(name, own) for number, name in recorded_names.items()}
     unknown = [name for name in wanted.values() if name not in own]
     if unknown:
-        message = f"{lister} lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
+        message = f"{source_label} lists it, but the model does not have it ({len(unknown)} of {len(wanted)} names"
         raise Mismatch(f"{message} are unknown)", tensor=unknown[0], hint=KEEP_NUMBERS)
     matched = {number: own[name] for number, name in wanted.items()}
     for wrong in find_unequal_sizes(matched, size_by_index, parameters):
-        message = f"{lister} gives this name to parameter {wrong}: expected a state of shape "
+        message = f"{source_label} gives this name to parameter {wrong}: expected a state of shape "
         message += f"{format_size(parameters[matched[wrong]])}, found {format_size(size_by_index[wrong])}"
         raise Mismatch(message, tensor=matched[wrong], hint=KEEP_NUMBERS)
     return matched
 
 
 def match_with_prefix(
-    recorded: Mapping[int, str], size_by_index: Mapping[int, Size], parameters: Mapping[str, Size]
+    recorded_names: Mapping[int, str], size_by_index: Mapping[int, Size], parameters: Mapping[str, Size]
 ) -> list[dict[int, str]]:
     """Return each assignment that fits all sizes if one prefix is added to all names, or removed from all."""
     own = raw_names_by_bare_name(parameters)
-    wanted = {number: model_name_of(name, own) for number, name in recorded.items()}
+    wanted = {number: parameter_name_in_model(name, own) for number, name in recorded_names.items()}
     first = next(iter(wanted.values()), "")
     added = [name.removesuffix(first) for name in own if name.endswith(f".{first}")]
     ways = [
@@ -86,19 +86,24 @@ def match_with_prefix(
     return [matched for matched in ways if not find_unequal_sizes(matched, size_by_index, parameters)]
 
 
-def is_record_of(value: Any, names: Sequence[str]) -> bool:
+def names_match_ignoring_wrappers(value: Any, names: Sequence[str]) -> bool:
     """Return whether the value of `param_names` has these names, ignoring the prefixes of wrappers."""
     is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
     return is_list and list(map(without_wrapper_prefixes, value)) == list(map(without_wrapper_prefixes, names))
 
 
 def without_wrapper_prefixes(name: str) -> str:
-    return without_inner_prefixes(name).removeprefix(DDP.text)
+    return without_prefixes_except_ddp(name).removeprefix(DDP.text)
 
 
 def raw_names_by_bare_name(parameters: Iterable[str]) -> dict[str, str]:
     """Return the names of parameters, by the names without the prefixes of wrappers."""
-    return {name: raw for raw, name in without_ddp({raw: without_inner_prefixes(raw) for raw in parameters}).items()}
+    return {
+        name: raw
+        for raw, name in without_common_ddp_prefix(
+            {raw: without_prefixes_except_ddp(raw) for raw in parameters}
+        ).items()
+    }
 
 
 def find_unequal_sizes(
@@ -150,22 +155,22 @@ _ADAPTED = ("lora_", "base_model.", ".base_layer.", "trainable_tokens_delta", ".
 _FLAT = ("_flat_param", "flat_param")  # torch/distributed/fsdp/_flat_param.py, of several versions
 
 
-def without_inner_prefixes(name: str) -> str:
+def without_prefixes_except_ddp(name: str) -> str:
     """Return a parameter's name without the prefixes in `INSIDE`."""
     for prefix in INSIDE if "_mod" in name else ():  # which all of them contain
         name = name.replace(prefix.text, "")
     return name
 
 
-def model_name_of(name: str, known: Container[str]) -> str:
+def parameter_name_in_model(name: str, known: Container[str]) -> str:
     """Return a model's name of a parameter; if it is not `known`, without DDP's prefixes at its start."""
-    own = without_inner_prefixes(name)
+    own = without_prefixes_except_ddp(name)
     while own not in known and own.startswith(DDP.text):
         own = own.removeprefix(DDP.text)
     return own
 
 
-def without_ddp(names: Mapping[str, str]) -> dict[str, str]:
+def without_common_ddp_prefix(names: Mapping[str, str]) -> dict[str, str]:
     """Return names, by any keys, without DDP's prefix, removed as long as all of them begin with it."""
     stripped = dict(names)
     while stripped and all(name.startswith(DDP.text) for name in stripped.values()):
@@ -185,12 +190,12 @@ def find_average_kind(names: Collection[str]) -> Average | None:
     return None
 
 
-def is_flat_name(name: str) -> bool:
+def is_flat_parameter_name(name: str) -> bool:
     """Return whether a name belongs to a flat parameter, in which FSDP1 stores all parameters of a module."""
     return name.rpartition(".")[2] in _FLAT
 
 
-def may_be_adapted(names: Collection[str]) -> bool:
+def may_be_adapter(names: Collection[str]) -> bool:
     """Return whether tensors of these names may belong to an adapter: a quick check without its config."""
     text = "\n".join(names)  # searched at once: there may be 100,000 names
     return PROMPT in names or any(part in text for part in _ADAPTED)

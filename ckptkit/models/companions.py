@@ -13,8 +13,8 @@ from typing import Any
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
 from ckptkit.formats.json_text import not_json_error, parse_json
 from ckptkit.io.file import list_children, names_in, read_small
-from ckptkit.io.local import is_strange_link
-from ckptkit.io.path import as_typed, hint_for_hub_id, is_model_id, is_remote, to_model_path, to_path
+from ckptkit.io.local import is_link_outside_cache
+from ckptkit.io.path import hint_for_hub_id, is_model_id, is_remote, restore_relative_path, to_model_path, to_path
 from ckptkit.io.stores.hub import translate_download_errors
 from ckptkit.layout import Spec
 from ckptkit.trainers import companion_directories, find_step_of_path, is_training_entry_name, library_of_config
@@ -89,13 +89,13 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
         return with_tokenizer(companions, checkpoint)
     own = checkpoint.absolute() if checkpoint.is_dir() else checkpoint.absolute().parent
     for directory in directories_to_search(checkpoint.absolute()):
-        companions = find_companions_in(as_typed(checkpoint, directory))
+        companions = find_companions_in(restore_relative_path(checkpoint, directory))
         if companions is not None and (companions.library is None or directory == own):
             return with_tokenizer(companions, checkpoint)
     return Companions()
 
 
-def find_different_inputs(ours: Companions, theirs: Companions) -> list[str]:
+def different_preprocessing_files(ours: Companions, theirs: Companions) -> list[str]:
     """Return the files that both have with other bytes and that prepare a model's inputs, such as a tokenizer."""
     names = [name for name in FILES if name not in _NOT_OF_INPUTS and name in ours.files and name in theirs.files]
     return [name for name in names if ours.files[name] != theirs.files[name]]
@@ -106,7 +106,7 @@ def with_tokenizer(companions: Companions, checkpoint: Path) -> Companions:
     if companions.files.keys() & set(TOKENIZERS):
         return companions
     for directory in directories_to_search(checkpoint.absolute()):
-        beside = tokenizer_paths_in(as_typed(checkpoint, directory))
+        beside = tokenizer_paths_in(restore_relative_path(checkpoint, directory))
         if beside.keys() & set(TOKENIZERS):
             elsewhere = {name: path for name, path in beside.items() if name not in companions.files}
             files = {name: read_small(path, TOKENIZER_LIMIT) for name, path in elsewhere.items()}
@@ -171,7 +171,7 @@ def find_companions_in(directory: Path, *, follow_links: bool = False) -> Compan
     if templates.is_dir() and (follow_links or not templates.is_symlink()):
         names += [f"{TEMPLATES}/{child.name}" for child in list_children(templates) if child.suffix == ".jinja"]
     names += [child.name for child in list_children(directory) if child.suffix == ".py"] if code else []
-    modules = extra_modules_in(directory)
+    modules = sentence_transformers_modules_in(directory)
     names += [*_MODULE_FILES, *(f"{module}/{CONFIG}" for module in modules)] if modules else []
     files = {name: read(name) for name in names if (directory / name).is_file()}
     suffixes = {name: {child.suffix for child in list_children(directory / name)} for name in modules}
@@ -202,7 +202,7 @@ def read_config_json(path: Path) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def extra_modules_in(directory: Path) -> list[str]:
+def sentence_transformers_modules_in(directory: Path) -> list[str]:
     """Return the directories of modules after a transformer, as sentence-transformers' `save_pretrained` lists them."""
     if not (directory / MODULES).is_file():
         return []
@@ -266,4 +266,4 @@ def tokenizer_paths_in(checkpoint: Path) -> dict[str, Path]:
     """Return a checkpoint's tokenizer files by name. Skips links out of the Hub's cache: they may point anywhere."""
     place = checkpoint if checkpoint.is_dir() else checkpoint.parent
     paths = {name: place / name for name in FILES if name not in _NOT_OF_INPUTS}
-    return {name: path for name, path in paths.items() if path.is_file() and not is_strange_link(path)}
+    return {name: path for name, path in paths.items() if path.is_file() and not is_link_outside_cache(path)}

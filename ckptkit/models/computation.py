@@ -115,7 +115,7 @@ def find_config_differences(config: Mapping[str, Any], other: Mapping[str, Any])
     """
     one, two = config, other
     if one.get("model_type") != two.get("model_type"):
-        one, two = text_model_like(config, other), text_model_like(other, config)
+        one, two = text_config_to_compare(config, other), text_config_to_compare(other, config)
     ours, theirs = class_labels_of(one), class_labels_of(two)
     labels = [ConfigDifference(_LABELS, ours, theirs)] if ours and theirs and ours != theirs else []
     keys, other_keys = flatten_both_configs(one, two)
@@ -130,9 +130,11 @@ def find_config_differences(config: Mapping[str, Any], other: Mapping[str, Any])
     may_have_defaults = any(keys.get(key, other_keys.get(key)) is None for key in keys.keys() ^ other_keys.keys())
     if not differences and not may_have_defaults:
         return labels
-    from ckptkit.models.transformers_model import find_with_defaults  # deferred: few configs differ; it takes seconds
+    from ckptkit.models.transformers_model import (
+        find_config_with_defaults,  # deferred: few configs differ; it takes seconds
+    )
 
-    full, other_full = find_with_defaults(one), find_with_defaults(two)
+    full, other_full = find_config_with_defaults(one), find_config_with_defaults(two)
     if full is None or other_full is None:
         return [*labels, *differences]
     return [*labels, *differing_keys(*flatten_both_configs(full, other_full), is_full=True)]
@@ -157,9 +159,9 @@ def find_contradictions(reported: Mapping[str, Any], config: Mapping[str, Any]) 
     differences = contradicting_keys(reported, config)
     if not differences:
         return []
-    from ckptkit.models.transformers_model import find_with_defaults  # as in `find_config_differences`
+    from ckptkit.models.transformers_model import find_config_with_defaults  # as in `find_config_differences`
 
-    full = find_with_defaults(config)
+    full = find_config_with_defaults(config)
     return differences if full is None else contradicting_keys(reported, full)
 
 
@@ -197,7 +199,7 @@ def format_config_value(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def text_model_like(config: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config_to_compare(config: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the text model in a config if it has the type of the other model, else the config."""
     text = config.get(_TEXT)
     return text if isinstance(text, Mapping) and text.get("model_type") == other.get("model_type") else config

@@ -188,12 +188,12 @@ def expected_model(config: Mapping[str, Any], ask_base: AskBase = None) -> Expec
 
 def find_expected_by_table(config: Mapping[str, Any]) -> ExpectedByTable | None:
     """Return the model of a config.json from ckptkit's own table; None if the table does not know its type."""
-    return expected_of_text(json.dumps(config, skipkeys=True, default=repr))
+    return expected_of_config_json(json.dumps(config, skipkeys=True, default=repr))
 
 
 @lru_cache(maxsize=8)  # conversions call this several times, and a mixture has tens of thousands of names
-def expected_of_text(text: str) -> ExpectedByTable | None:
-    config = json.loads(text)
+def expected_of_config_json(config_json: str) -> ExpectedByTable | None:
+    config = json.loads(config_json)
     table = find_table(config)
     if table is None:
         return None

@@ -130,21 +130,21 @@ def drop_tied(layout: Layout, tied: Mapping[str, str]) -> tuple[Layout, list[str
     return edits.select_entries(layout, lambda name: name not in present), notes
 
 
-def require_equal_tied(layout: Layout, name: str, source: str) -> None:
+def require_equal_tied(layout: Layout, name: str, tied_to: str) -> None:
     """Raise `Mismatch` if two tied tensors differ, `Unsupported` if they must be computed first. Skips lost ones."""
-    if layout.tensors[name].is_lost or layout.tensors[source].is_lost:
+    if layout.tensors[name].is_lost or layout.tensors[tied_to].is_lost:
         return
-    if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, source) if (spec := layout.specs[tied])):
+    if any(spec.numel and not layout.tensors[tied].chunks for tied in (name, tied_to) if (spec := layout.specs[tied])):
         hint = f"if both are equal, pass --exclude {name}"
-        message = f"tied to `{source}`, and ckptkit cannot compare quantized tensors"
+        message = f"tied to `{tied_to}`, and ckptkit cannot compare quantized tensors"
         raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
-    head = locate_all_chunks(edits.rename_tensors(layout, {name: source}))
-    other = locate_all_chunks(edits.select_entries(layout, source.__eq__))
+    head = locate_all_chunks(edits.rename_tensors(layout, {name: tied_to}))
+    other = locate_all_chunks(edits.select_entries(layout, tied_to.__eq__))
     if head.tensors == other.tensors:
         return
-    message = f"config.json ties it to `{source}`"
+    message = f"config.json ties it to `{tied_to}`"
     if head.specs != other.specs:
-        message += f": expected {other.specs[source]}, found {head.specs[source]}"
+        message += f": expected {other.specs[tied_to]}, found {head.specs[tied_to]}"
         raise Mismatch(message, path=layout.path, tensor=name)
     if compare_layouts(head, other).differing_names:
         hint = "if they were trained separately, pass a --base whose config.json has tie_word_embeddings false"

@@ -20,7 +20,7 @@ _UNIGRAM = re.compile(rb'"type"\s*:\s*"Unigram"')  # its vocabulary is a list: t
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
-def notes_on_tokens(companions: Companions, rows: int) -> list[str]:
+def notes_on_vocabulary_rows(companions: Companions, rows: int) -> list[str]:
     """Return notes on a vocabulary of `rows` rows. Raises `Mismatch` if the tokenizer has a token without a row."""
     largest = find_largest_token_id(companions.files, companions.config or {})
     if largest is None:
@@ -33,7 +33,7 @@ def notes_on_tokens(companions: Companions, rows: int) -> list[str]:
     return []
 
 
-def warn_of_tokens(companions: Companions, rows: int) -> list[Caution]:
+def warn_of_tokens_without_row(companions: Companions, rows: int) -> list[Caution]:
     """Return a warning if the tokenizer has a token beyond the last row of an embedding of `rows` rows."""
     # a cheap upper bound first: parsing large tokenizer files is slow
     likely = any(largest_possible_token_id(name, content) >= rows for name, content in companions.files.items())

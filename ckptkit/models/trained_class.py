@@ -79,12 +79,12 @@ def candidate_configs(shapes: Mapping[str, Shape], config: Config, heads: Collec
                 candidate |= {"id2label": {str(i): f"LABEL_{i}" for i in range(labels)}}
                 candidate |= {"label2id": {f"LABEL_{i}": i for i in range(labels)}}
                 candidate.pop("num_labels", None)
-            if has_known_forms(shapes, candidate):
+            if describes_all_tensors(shapes, candidate):
                 yield candidate
                 break
 
 
-def has_known_forms(shapes: Mapping[str, Shape], config: Config) -> bool:
+def describes_all_tensors(shapes: Mapping[str, Shape], config: Config) -> bool:
     """Return whether a config.json describes all tensors; an additional language model's head is allowed."""
     try:
         form = closest_form(forms_of_model(config), shapes.keys())

@@ -115,7 +115,7 @@ def build_meta_model(config_json: str) -> MetaModel:
     )
 
 
-def find_with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_config_with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return a config.json with all defaults of transformers, and its own class names; None if it cannot be loaded."""
     try:
         kind = config_class(import_transformers(), str(config.get("model_type")))

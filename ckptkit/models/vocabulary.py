@@ -26,13 +26,13 @@ _ROWS = re.compile(
 _KEY = "vocab_size"
 
 
-def is_by_token(name: str) -> bool:
+def has_row_per_token(name: str) -> bool:
     """Return whether a tensor with this name has a row for each token of the vocabulary."""
     return _ROWS.fullmatch(name) is not None
 
 
 def row_count_by_name(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
-    return {name: tensor.spec.shape[0] for name, tensor in tensors.items() if is_by_token(name)}
+    return {name: tensor.spec.shape[0] for name, tensor in tensors.items() if has_row_per_token(name)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class NewVocabulary:
 
     def find_token_axis(self, name: str) -> TokenAxis | None:
         """Return the token axis of a tensor with this name; None if it has none."""
-        return self.described[name] if name in self.described else TokenAxis() if is_by_token(name) else None
+        return self.described[name] if name in self.described else TokenAxis() if has_row_per_token(name) else None
 
     def find_row_counts(self, name: str, shape: Shape, other: Shape) -> tuple[int, int] | None:
         """Return the rows of two shapes of a tensor; None if the shapes differ in more than the vocabulary."""

@@ -95,11 +95,13 @@ def feed_forward_names(own: str, gate: str, up: str, down: str) -> dict[str, str
     return {f"{_OWN}{own}.fc_1": gate, f"{_OWN}{own}.fc_2": up, f"{_OWN}{own}.proj": down}
 
 
-def fused_qkv_rules(hub: str | tuple[str, ...], step: TensorStep | None, older: TensorStep | None) -> tuple[Rule, ...]:
+def fused_qkv_rules(
+    hub: str | tuple[str, ...], step: TensorStep | None, older_step: TensorStep | None
+) -> tuple[Rule, ...]:
     """Return the rules for the fused query, key and value matrix: the current form, and the form before 0.5."""
     return (
         *weight_and_bias_rules(_OWN + "attn.qkv", hub, step),
-        *weight_and_bias_rules(_OWN + "attn.attn", hub, older),
+        *weight_and_bias_rules(_OWN + "attn.attn", hub, older_step),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, flatten_file
-from ckptkit.formats.archives.state_files import archive_extents_of, check_files, is_torch_save
+from ckptkit.formats.archives.state_files import archive_extents_of, is_torch_save, report_truncated_files
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.rank_names import read_each_file
@@ -27,7 +27,7 @@ from ckptkit.formats.shards.join import (
     BY_ROWS,
     COPIED,
     JoinRules,
-    as_lost_tensors,
+    as_unreadable_tensors,
     first_readable_of_equal_replicas,
     join_by_rule,
     replica_chunks_of,
@@ -200,7 +200,7 @@ class Consolidated(FormatReader):
 
     def check_files_complete(self, path: Path, report: Report) -> None:
         root, files = consolidated_directory_and_files(path, report)
-        check_files(root, (name for name in files if is_existing_path(root / name)), report)
+        report_truncated_files(root, (name for name in files if is_existing_path(root / name)), report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the full model; report ranks whose files are missing or unreadable.
@@ -216,7 +216,7 @@ class Consolidated(FormatReader):
         for name in last:  # missing after the highest existing rank
             report(missing_consolidated_error(root / name))
         files = [*files, *last]
-        ranks = [saved.get(name) or as_lost_tensors(first, name) for name in files]
+        ranks = [saved.get(name) or as_unreadable_tensors(first, name) for name in files]
         tensors: dict[str, StoredTensor] = {}
         spares: dict[str, tuple[Chunk, ...]] = {}
         for name in first.tensors:

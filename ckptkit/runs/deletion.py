@@ -35,7 +35,7 @@ _PATIENCE = 2.0  # seconds to wait for a lock; prune takes it for a moment to te
 
 
 @contextmanager
-def deleting(root: Path, *, patience: float = 0) -> Iterator[None]:
+def locked_for_deletion(root: Path, *, patience: float = 0) -> Iterator[None]:
     """Lock directory `root` for deleting inside the block. First finishes interrupted deletions of dead processes.
 
     Locks all directories of a run that is spread over several. Raises `Occupied` if another process still has a lock
@@ -149,8 +149,8 @@ class LocalLease:
         return self.root / WATCHES
 
     def protect(self, checkpoint: Path) -> None:
-        # with the lock for deleting: prune must not delete it after it has looked for protections
-        with deleting(checkpoint.parent, patience=_PATIENCE):
+        # with the lock for locked_for_deletion: prune must not delete it after it has looked for protections
+        with locked_for_deletion(checkpoint.parent, patience=_PATIENCE):
             write_protected_name(self.lock, checkpoint.name)
 
     def unprotect(self) -> None:
@@ -165,10 +165,10 @@ class LocalLease:
         require_unmoved_run(self.lock, self.root, self.key)
 
 
-def require_unmoved_run(lock: int, root: Path, key: str) -> None:
+def require_unmoved_run(lock_descriptor: int, root: Path, key: str) -> None:
     """Raise `NotACheckpoint` if the run of the watch `key` was moved or deleted."""
     with translate_os_errors(root):
-        is_there = is_same_file(lock, lock_file_of(root, key))
+        is_there = is_same_file(lock_descriptor, lock_file_of(root, key))
     if not is_there:
         hint = "the run was moved or deleted while it was watched; its journal lists what was done"
         raise NotACheckpoint("the run is gone", path=root, hint=hint)
@@ -178,7 +178,7 @@ def lock_file_of(root: Path, key: str) -> Path:
     return root / WATCHES / f"{key}{_LOCK}"
 
 
-def is_being_handled(checkpoint: Path) -> bool:
+def is_handled_by_watch(checkpoint: Path) -> bool:
     folder = checkpoint.parent / WATCHES
     with translate_os_errors(folder):
         locks = [path for path in list_children(folder) if path.suffix == _LOCK] if folder.is_dir() else []
@@ -191,7 +191,7 @@ def is_being_handled(checkpoint: Path) -> bool:
     return False
 
 
-def write_protected_name(lock: int, name: str) -> None:
+def write_protected_name(lock_descriptor: int, name: str) -> None:
     """Write the name of the protected checkpoint into a lock file, "" for none."""
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, os.fsencode(name), 0)
+    os.ftruncate(lock_descriptor, 0)
+    os.pwrite(lock_descriptor, os.fsencode(name), 0)

@@ -53,7 +53,7 @@ def plan_demotion(checkpoint: Path) -> Demotion:
     for finding in examine_checkpoint(opened, (find_train_mode_schedule_free,)):
         raise finding.to_error(checkpoint)  # the averaged weights are only in the optimizer state
     weights = opened.weights.layout
-    options = ConvertOptions.of({"dtype": dtype_rules_for(weights), "allow_unmatched": True}, to="hf")
+    options = ConvertOptions.of({"dtype": dtype_rules_to_bfloat16(weights), "allow_unmatched": True}, to="hf")
     conversion = plan_conversion([checkpoint], checkpoint.with_name(f".{checkpoint.name}.{_MODEL}"), options)
     require_all_copied_or_explained(conversion)
     for left in conversion.left_behind:
@@ -86,7 +86,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     try:
         with errors_naming_destination(checkpoint):
             model = stage.open().path / _MODEL
-            dtypes = dtype_rules_for(Checkpoint.open(checkpoint).weights.layout)
+            dtypes = dtype_rules_to_bfloat16(Checkpoint.open(checkpoint).weights.layout)
             advance = None if progress is None else lambda nbytes, _total: progress(nbytes)
             consolidate(checkpoint, model, dtype=dtypes, allow_unmatched=True, jobs=jobs, progress=advance)
             add_metrics_to_model(checkpoint, model)
@@ -105,7 +105,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     return wide
 
 
-def dtype_rules_for(weights: Layout) -> list[str]:
+def dtype_rules_to_bfloat16(weights: Layout) -> list[str]:
     """Return rules for the option `dtype` that cast floats of more than 16 bits to bfloat16, and keep other tensors."""
     others = [name for name, spec in weights.specs.items() if not is_wider_than_bfloat16(spec)]
     return [_NARROW.name, *(f"{glob.escape(name)}=keep" for name in others)]

@@ -14,7 +14,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Protocol, cast
 
 from ckptkit import trainers
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, step_checkpoints_in_run
 from ckptkit.checkpoints.evidence import read_value_at_key
 from ckptkit.entry_points import import_object
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported, Usage, translate_os_errors
@@ -23,17 +23,17 @@ from ckptkit.io.disk import lock_path
 from ckptkit.io.file import list_directories
 from ckptkit.io.joined import JoinedPath, join_paths, local_paths_of
 from ckptkit.io.locks import is_locked
-from ckptkit.io.path import capabilities_at, to_live_path
-from ckptkit.io.staging import remove_dead_leftovers
+from ckptkit.io.path import capabilities_at, to_uncached_path
+from ckptkit.io.staging import remove_orphaned_staging
 from ckptkit.io.stores import LOCAL
 from ckptkit.layout import KeyPath
 from ckptkit.runs.deletion import (
     LocalLease,
     clear_pin,
     delete_checkpoint,
-    deleting,
-    is_being_handled,
+    is_handled_by_watch,
     is_pinned,
+    locked_for_deletion,
     locked_watch,
     set_pin,
 )
@@ -99,7 +99,7 @@ class RunBackend(Protocol):
     def unfinished_deletions(self) -> dict[Path, str]:
         """Return the directories of interrupted deletions, each with a description for the user."""
 
-    def find_work_on(self, checkpoint: Path) -> str | None:
+    def find_other_process_work(self, checkpoint: Path) -> str | None:
         """Return a description of the work that another process does in a directory, None without such work."""
 
     def find_protections(self, checkpoint: Path) -> tuple[str, ...]:
@@ -111,10 +111,10 @@ class RunBackend(Protocol):
     def unpin(self, checkpoint: Path) -> None:
         """Remove the pin of a checkpoint, if it has one."""
 
-    def watching(self, key: str, longest: float) -> AbstractContextManager[WatchLease]:
+    def watching(self, key: str, max_handling_seconds: float) -> AbstractContextManager[WatchLease]:
         """Return a context in which this process is the only watch with `key`. Raises `Occupied` if another one runs.
 
-        `longest` is the maximum time in seconds that the watch handles one checkpoint.
+        `max_handling_seconds` is the maximum time in seconds that the watch handles one checkpoint.
         """
 
 
@@ -132,12 +132,12 @@ def open_run_backend(root: Path) -> RunBackend:
     return cast(RunBackend, import_object(keeper)(root))
 
 
-def live_path_of(source: Source) -> Path:
+def uncached_path_of(source: Source) -> Path:
     """Return the path of a run or checkpoint to change, never that of a copy in a local cache."""
     path = source.path if isinstance(source, Checkpoint) else source
     if isinstance(path, JoinedPath):
-        return join_paths([live_path_of(directory) for directory in local_paths_of(path)])
-    return to_live_path(path)
+        return join_paths([uncached_path_of(directory) for directory in local_paths_of(path)])
+    return to_uncached_path(path)
 
 
 def require_run(path: Path) -> None:
@@ -145,7 +145,7 @@ def require_run(path: Path) -> None:
     checkpoint = Checkpoint.at(path)
     if checkpoint.step_in_name is not None:
         raise NotACheckpoint("this is a checkpoint, not a run", path=path, hint=f"pass the run, `{path.parent}`")
-    if checkpoint.is_at_own_path and not checkpoints_named_in_run(path):
+    if checkpoint.is_at_own_path and not step_checkpoints_in_run(path):
         hint = "pass a directory that contains checkpoints, such as ckpt-500"
         raise NotACheckpoint("this is one checkpoint, not a run", path=path, hint=hint)
 
@@ -156,18 +156,18 @@ def protections_of(checkpoint: Path) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)  # prune checks each checkpoint against the entries of all others
-def read_best_names(path: Path, file: str, key: KeyPath, changed: int) -> tuple[tuple[str, str], ...]:  # noqa: ARG001
+def read_best_names(path: Path, file: str, key: KeyPath, modified_ns: int) -> tuple[tuple[str, str], ...]:  # noqa: ARG001
     """Return the checkpoint names at a key path of a small file or of a checkpoint's entries, each with a reason.
 
-    `changed` is the modification time of `path`, and part of the cache key.
+    `modified_ns` is the modification time of `path`, and part of the cache key.
     """
     # Windows paths have backslashes; PureWindowsPath also splits at slashes
-    values = [read_value_at_key(path, key)] if file else values_at_key(path, key)
+    values = [read_value_at_key(path, key)] if file else read_values_matching_key(path, key)
     names = (PureWindowsPath(value).name for value in values if isinstance(value, str))
     return tuple((name, f"{file or 'the checkpoint'} says `{key[-1]}`") for name in names if name)
 
 
-def values_at_key(path: Path, key: KeyPath) -> Iterator[object]:
+def read_values_matching_key(path: Path, key: KeyPath) -> Iterator[object]:
     """Yield the values of non-tensor entries at a key path, where "*" matches any key; none if unreadable."""
     try:
         layouts = [component.layout for component in Checkpoint.at(path).components]
@@ -203,7 +203,7 @@ def reasons_to_keep(checkpoint: Path, *, by_trainer: bool = False) -> Iterator[s
     yield from best
 
 
-_PATIENCE = 10.0  # seconds that `pin` waits for another process to finish deleting
+_PATIENCE = 10.0  # seconds that `pin` waits for another process to finish locked_for_deletion
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +222,9 @@ class LocalKeeper:
     @contextmanager
     def pruning(self) -> Iterator[None]:
         """Lock the run for deleting inside the block, and remove the remains of dead processes first."""
-        with deleting(self.root):
+        with locked_for_deletion(self.root):
             for directory in local_paths_of(self.root):
-                remove_dead_leftovers(directory)
+                remove_orphaned_staging(directory)
             yield
 
     def delete_checkpoint(self, checkpoint: Path, *, by_trainer: bool = False) -> tuple[str, ...]:
@@ -237,7 +237,7 @@ class LocalKeeper:
         """Return {}: `pruning` has already finished interrupted deletions."""
         return {}
 
-    def find_work_on(self, checkpoint: Path) -> str | None:
+    def find_other_process_work(self, checkpoint: Path) -> str | None:
         with translate_os_errors(checkpoint):  # a process that replaces a checkpoint locks it
             is_being_written = any(is_locked(lock_path(path)) for path in local_paths_of(checkpoint))
         return "being written" if is_being_written else None
@@ -246,12 +246,12 @@ class LocalKeeper:
         """Return the reasons that protect a checkpoint, in any directory of the run."""
         paths = [root / checkpoint.name for root in local_paths_of(checkpoint.parent)]
         reasons = [reason for path in paths for reason in reasons_to_keep(path, by_trainer=by_trainer)]
-        reasons += ["a watch is handling it"] if any(map(is_being_handled, paths)) else []
+        reasons += ["a watch is handling it"] if any(map(is_handled_by_watch, paths)) else []
         return tuple(dict.fromkeys(reasons))
 
     def pin(self, checkpoint: Path) -> None:
         """Pin a complete checkpoint, with the lock for deleting: without it, prune could delete it before the pin."""
-        with deleting(self.root, patience=_PATIENCE):
+        with locked_for_deletion(self.root, patience=_PATIENCE):
             require_complete_checkpoint(checkpoint)
             set_pin(checkpoint)
 
@@ -259,6 +259,6 @@ class LocalKeeper:
         clear_pin(checkpoint)
 
     @contextmanager
-    def watching(self, key: str, longest: float) -> Iterator[WatchLease]:  # noqa: ARG002 - a lock ends with its process
+    def watching(self, key: str, max_handling_seconds: float) -> Iterator[WatchLease]:  # noqa: ARG002 - a lock ends with its process
         with locked_watch(self.root, key) as lock:
             yield LocalLease(self.root, key, lock)

@@ -15,7 +15,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import (
     Checkpoint,
     Source,
-    checkpoints_in,
+    all_checkpoints_in_run,
     find_latest,
     no_checkpoint_error,
     path_of_source,
@@ -30,7 +30,7 @@ from ckptkit.checkpoints.one_of_several import find_partial_file_error
 from ckptkit.checkpoints.replaceable import files_in_manifest
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.formats import detect_format
-from ckptkit.formats.rank_names import names_of_set
+from ckptkit.formats.rank_names import names_differing_in_rank
 from ckptkit.io.claims import StoreClaim, find_claim, unpublished_files_in
 from ckptkit.io.destination import CLAIM
 from ckptkit.io.file import file_size, is_existing_path, list_children, missing_path_error
@@ -109,14 +109,14 @@ def ls(run: Source) -> Listing:
     with translate_os_errors(root):
         if not root.exists():
             raise missing_path_error(root)
-        checkpoints = checkpoints_in(root)
+        checkpoints = all_checkpoints_in_run(root)
         is_run = bool(checkpoints)
         runs: list[Path] = []
         if not is_run:
-            checkpoints, runs = checkpoints_at(root), runs_in(root)
+            checkpoints, runs = checkpoint_or_models_at(root), runs_in(root)
             root = root.parent if checkpoints[0].path == root else root
         pins, trackers = pinned_names_in(root), trackers_in(root)
-        listed = [make_listed(checkpoint, pins, trackers, runs) for checkpoint in checkpoints]
+        listed = [make_listing_entry(checkpoint, pins, trackers, runs) for checkpoint in checkpoints]
         # a file that is being uploaded is invisible in its store until the upload ends
         for path in unpublished_files_in(root) if is_run else ():
             step = find_step_of_path(Path(name_without_suffixes(path.name)))
@@ -131,7 +131,7 @@ def ls(run: Source) -> Listing:
 list_run = ls  # its name in earlier versions
 
 
-def checkpoints_at(path: Path) -> list[Checkpoint]:
+def checkpoint_or_models_at(path: Path) -> list[Checkpoint]:
     """Return the checkpoint at a path that is not a run, or each model in a directory. Raises `NotACheckpoint`."""
     here = Checkpoint.at(path)
     if files := checkpoint_files_in(here):
@@ -158,7 +158,7 @@ def checkpoint_files_in(directory: Checkpoint) -> list[Path]:
     may_have_outputs = not is_existing_path(directory.path / MANIFEST) and all(
         component.is_model for component in directory.components
     )
-    if may_have_outputs and any(files_in_manifest(path, made_of_another=True) for path in paths):
+    if may_have_outputs and any(files_in_manifest(path, only_if_converted=True) for path in paths):
         outputs = [
             path for path in paths if (detect_format(path) if path.is_file() else Checkpoint.at(path).is_at_own_path)
         ]
@@ -167,21 +167,24 @@ def checkpoint_files_in(directory: Checkpoint) -> list[Path]:
     if not directory.is_at_own_path:
         return []
     files = [path for path in children if path.is_file() and detect_format(path)]
-    if len(files) < 2 or names_of_set(files[0].name, [file.name for file in files]):
+    if len(files) < 2 or names_differing_in_rank(files[0].name, [file.name for file in files]):
         return []
     return files if any(isinstance(problem, Unsupported) for problem in directory.problems()) else []
 
 
-def make_listed(
+def make_listing_entry(
     checkpoint: Checkpoint,
     pins: frozenset[str] = frozenset(),
     trackers: Sequence[Tracker] = (),
-    others: Collection[Path] = (),
+    skipped_directories: Collection[Path] = (),
 ) -> Listed:
-    """Return the entry of a checkpoint, from names, sizes and small files. `others` inside are not part of it."""
-    fault, sizes_compared = find_short_fault(checkpoint), has_quick_sizes(checkpoint)
+    """Return the entry of a checkpoint, from names, sizes and small files.
+
+    `skipped_directories` inside are not part of it.
+    """
+    fault, sizes_compared = describe_first_problem(checkpoint), has_quick_file_sizes(checkpoint)
     if fault is None and sizes_compared:
-        fault = find_fault_in_metadata(checkpoint)
+        fault = find_metadata_contradiction(checkpoint)
     metrics: dict[str, float] = {}
     unreadable = None
     if checkpoint.path.is_dir():
@@ -189,7 +192,7 @@ def make_listed(
             metrics = read_metrics(checkpoint.path)
         except (Corrupt, IOFailure, Unsafe, Unsupported):
             unreadable = "unreadable metrics"
-    nbytes, saved_at = nbytes_and_time_below(checkpoint.path, others)
+    nbytes, saved_at = nbytes_and_time_below(checkpoint.path, skipped_directories)
     return Listed(
         checkpoint.path,
         checkpoint.step_in_name,
@@ -209,7 +212,7 @@ def make_listed(
     )
 
 
-def find_short_fault(checkpoint: Checkpoint) -> str | None:
+def describe_first_problem(checkpoint: Checkpoint) -> str | None:
     """Return a short description of why a checkpoint is not complete, None if it is."""
     try:
         problem = next(iter(checkpoint.problems()), None)
@@ -223,7 +226,7 @@ def find_short_fault(checkpoint: Checkpoint) -> str | None:
     return problem.message if path in (None, checkpoint.path) else f"{path.name} {problem.message}"
 
 
-def has_quick_sizes(checkpoint: Checkpoint) -> bool:
+def has_quick_file_sizes(checkpoint: Checkpoint) -> bool:
     """Return True if the expected file sizes of a checkpoint are known from metadata that is quick to read."""
     if is_remote(checkpoint.path):
         return False
@@ -234,7 +237,7 @@ def has_quick_sizes(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def find_fault_in_metadata(checkpoint: Checkpoint) -> str | None:
+def find_metadata_contradiction(checkpoint: Checkpoint) -> str | None:
     """Return a short description of a contradiction between a checkpoint and its manifest or metadata, or None."""
     problems: list[CkptError] = []
     try:
@@ -272,13 +275,13 @@ def problem_in_one_line(error: CkptError, checkpoint: Path) -> str:
     return f"{path.relative_to(checkpoint)}: {error.message}"
 
 
-def nbytes_and_time_below(path: Path, others: Collection[Path] = ()) -> tuple[int, float]:
+def nbytes_and_time_below(path: Path, skipped_directories: Collection[Path] = ()) -> tuple[int, float]:
     """Return the bytes of all files below a path, and the latest modification time of a file that is not a manifest.
 
-    Skips the directories `others`, and does not follow links.
+    Skips the directories `skipped_directories`, and does not follow links.
     """
     pending, nbytes, newest = [root.resolve() for root in local_paths_of(path)], 0, 0.0
-    skipped = {other.resolve() for other in others}
+    skipped = {other.resolve() for other in skipped_directories}
     while pending:
         entry = pending.pop()
         if entry in skipped:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checks.verify import require_no_problems, verify_component
-from ckptkit.errors import NotACheckpoint, Usage, first_of
+from ckptkit.errors import NotACheckpoint, Usage, names_and_more
 from ckptkit.io.file import missing_path_error
 from ckptkit.runs.deletion import is_pinned
-from ckptkit.runs.keeper import live_path_of, open_run_backend, require_complete_checkpoint
-from ckptkit.runs.ls import checkpoints_at
+from ckptkit.runs.keeper import open_run_backend, require_complete_checkpoint, uncached_path_of
+from ckptkit.runs.ls import checkpoint_or_models_at
 from ckptkit.trainers import find_step_of_path
 from ckptkit.words import command_line, count
 
@@ -25,7 +25,7 @@ def pin(*checkpoints: Source) -> list[Path]:
     """
     chosen: dict[Path, None] = {}
     for source in checkpoints:
-        path = live_path_of(source)
+        path = uncached_path_of(source)
         open_run_backend(path).drop_cached_listings()
         if not path.exists():
             raise missing_path_error(path)
@@ -34,9 +34,9 @@ def pin(*checkpoints: Source) -> list[Path]:
         if find_step_of_path(resolved) is None and find_step_of_path(resolved.parent) is not None:
             hint = f"pin the whole checkpoint: {resolved.parent}"
             raise Usage("this is a part of a checkpoint", path=path, hint=hint)
-        inside = [one.path for one in checkpoints_at(checkpoint.path)]
+        inside = [one.path for one in checkpoint_or_models_at(checkpoint.path)]
         if inside != [checkpoint.path]:
-            names = first_of([one.name for one in inside], 3)
+            names = names_and_more([one.name for one in inside], 3)
             message = f"expected a checkpoint, found a directory of {count(len(inside), 'model')}: {names}"
             raise Usage(message, path=path, hint=f"pin one of them: {inside[0]}")
         require_complete_checkpoint(resolved)
@@ -54,7 +54,7 @@ def unpin(*checkpoints: Source) -> list[Path]:
 
     Raises `NotACheckpoint`, and changes nothing, if a path is neither pinned nor a complete checkpoint.
     """
-    chosen = list(dict.fromkeys(live_path_of(checkpoint).resolve() for checkpoint in checkpoints))
+    chosen = list(dict.fromkeys(uncached_path_of(checkpoint).resolve() for checkpoint in checkpoints))
     for path in chosen:
         open_run_backend(path.parent).drop_cached_listings()
     pinned = [path for path in chosen if is_pinned(path)]

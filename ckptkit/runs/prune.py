@@ -10,19 +10,28 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, checkpoints_named_in_run, no_checkpoint_error
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, no_checkpoint_error, step_checkpoints_in_run
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.verify import verify_component
-from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, first_of, translate_os_errors
+from ckptkit.errors import (
+    Corrupt,
+    Mismatch,
+    NotACheckpoint,
+    Unsafe,
+    Unsupported,
+    Usage,
+    names_and_more,
+    translate_os_errors,
+)
 from ckptkit.formats import no_format_error
 from ckptkit.io.file import list_directories
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.runs.demote import demote, plan_demotion
-from ckptkit.runs.keeper import RunBackend, live_path_of, open_run_backend, protections_of, require_run
+from ckptkit.runs.keeper import RunBackend, open_run_backend, protections_of, require_run, uncached_path_of
 from ckptkit.runs.ls import nbytes_and_time_below, problem_in_one_line
 from ckptkit.runs.retention import (
     Best,
@@ -31,7 +40,7 @@ from ckptkit.runs.retention import (
     SavedCheckpoint,
     decide_retention,
     read_metrics,
-    readers_in,
+    readers_by_checkpoint,
     require_known_metric,
 )
 from ckptkit.summary import Summarized
@@ -110,7 +119,7 @@ def prune(
     policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
     if policy.is_keeping_all:
         raise Usage("no rule says what to keep", hint="pass --keep-last, --keep-every or --keep-best")
-    root = live_path_of(run)
+    root = uncached_path_of(run)
     keeper = open_run_backend(root)
     if demote and is_remote(root):
         hint = "`ckptkit consolidate CKPT OUT` makes a model of one; OUT may be on s3://"
@@ -122,7 +131,7 @@ def prune(
         keeper.drop_cached_listings()
         if not keeper.run_exists():
             raise NotACheckpoint("no such directory", path=root)
-        if not checkpoints_named_in_run(root):
+        if not step_checkpoints_in_run(root):
             require_run(root)
             raise no_checkpoint_error(root)
     with keeper.pruning() if yes else nullcontext():
@@ -134,11 +143,14 @@ def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
     """Return the decision on every directory of a run. Keeps a checkpoint that another process is replacing."""
     root, unfinished = keeper.root, keeper.unfinished_deletions()
     paths = [path for path in list_directories(root) if not path.name.startswith(".") and path not in unfinished]
-    readers = readers_in(root)
-    examined = {path: find_saved_or_reason(path, readers.get(path.name, ())) for path in paths}
+    readers = readers_by_checkpoint(root)
+    examined = {path: find_checkpoint_or_reason(path, readers.get(path.name, ())) for path in paths}
     other = [
         PruneEntry(
-            path, Checkpoint.at(path).step_in_name, nbytes_and_time_below(path)[0], keeper.find_work_on(path) or fault
+            path,
+            Checkpoint.at(path).step_in_name,
+            nbytes_and_time_below(path)[0],
+            keeper.find_other_process_work(path) or fault,
         )
         for path, fault in examined.items()
         if isinstance(fault, str)
@@ -162,13 +174,13 @@ def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
 
 def plan_unkept_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBackend, *, demote: bool) -> PruneEntry:
     """Return the entry of a checkpoint that no rule keeps. It stays, with `freed_bytes` 0, if it cannot free bytes."""
-    if work := keeper.find_work_on(saved.path):
+    if work := keeper.find_other_process_work(saved.path):
         return replace(entry, reason=work)
     if not demote:
         others = () if is_remote(saved.path) else unknown_entries(saved.path, set(), output_is_training=True)
         foreign = (path for path in others if not is_training_state(path.name))
         names = sorted(str(path.relative_to(saved.path)) for path in foreign)
-        also = f"; it also contains {first_of(names, 3)}" if names else ""
+        also = f"; it also contains {names_and_more(names, 3)}" if names else ""
         return replace(entry, reason=f"no rule keeps it{also}", freed_bytes=entry.nbytes)
     if saved.is_weights_only or saved.read_by:  # also by checkpoints that are demoted, because these stay
         return replace(entry, reason="only weights already" if saved.is_weights_only else saved.read_by[0][1])
@@ -179,7 +191,7 @@ def plan_unkept_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBack
     freed = entry.nbytes - demotion.nbytes
     if freed <= 0:
         return replace(entry, reason="its weights alone are not smaller")
-    reason = f"only its weights stay, in bfloat16; deletes {first_of(demotion.deletes, 6)}"
+    reason = f"only its weights stay, in bfloat16; deletes {names_and_more(demotion.deletes, 6)}"
     return replace(entry, reason=reason, freed_bytes=freed, deletes=demotion.deletes)
 
 
@@ -208,7 +220,7 @@ def execute_prune(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: 
     )
 
 
-def find_saved_or_reason(path: Path, read_by: Readers) -> SavedCheckpoint | str:
+def find_checkpoint_or_reason(path: Path, read_by: Readers) -> SavedCheckpoint | str:
     """Return the checkpoint in a directory, or the reason why prune ignores it. Reads no tensors."""
     checkpoint = Checkpoint.at(path)
     step = checkpoint.step_in_name

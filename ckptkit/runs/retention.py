@@ -15,9 +15,9 @@ from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.adapters.config import parse_adapter_config
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
-from ckptkit.checkpoints.other_kinds import find_known_kind
+from ckptkit.checkpoints.other_kinds import find_kind_by_files
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import Corrupt, Unsafe, Unsupported, Usage, choose_from, too_small_error, translate_os_errors
+from ckptkit.errors import Corrupt, Unsafe, Unsupported, Usage, hint_on_choices, too_small_error, translate_os_errors
 from ckptkit.io.file import list_directories, names_in, read_small
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import is_remote
@@ -126,10 +126,10 @@ def decide_retention(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> 
         if policy.best and saved in best:
             reasons.append(f"{policy.best.metric} {saved.metrics[policy.best.metric]:g} is among the best")
         verdicts.append(Verdict(saved, tuple(reasons)))
-    return keep_read_checkpoints(verdicts)
+    return keep_referenced_checkpoints(verdicts)
 
 
-def keep_read_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
+def keep_referenced_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
     """Return the decisions, but keep every checkpoint that another kept entry of the run reads."""
     going = {verdict.saved.path.name for verdict in verdicts if not verdict.is_kept}
     read = {
@@ -140,7 +140,7 @@ def keep_read_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
     if not any(read.values()):
         return verdicts
     kept = [replace(verdict, reasons=read.get(verdict.saved.path.name, verdict.reasons)) for verdict in verdicts]
-    return keep_read_checkpoints(kept)  # these may read older ones
+    return keep_referenced_checkpoints(kept)  # these may read older ones
 
 
 def best_checkpoints_by(newest_first: Iterable[SavedCheckpoint], best: Best) -> list[SavedCheckpoint]:
@@ -153,13 +153,13 @@ def require_known_metric(root: Path, complete: Sequence[SavedCheckpoint], policy
     """Raise `Usage` if no checkpoint has the metric of `best`, because a typo would delete all but the newest."""
     if policy.best and complete and not best_checkpoints_by(complete, policy.best):
         known = sorted({name for saved in complete for name in saved.metrics} - {"step"})
-        hint = choose_from(known) if known else "drop --keep-best, or save checkpoints with metrics"
+        hint = hint_on_choices(known) if known else "drop --keep-best, or save checkpoints with metrics"
         raise Usage(f"no checkpoint has a finite metric `{policy.best.metric}`", path=root, hint=hint)
 
 
 def saved_checkpoints_of(run: RunFolder) -> list[SavedCheckpoint]:
     """Return the complete checkpoints that `Run.save` wrote: without links, other names, and weights-only ones."""
-    readers = readers_in(run.root)
+    readers = readers_by_checkpoint(run.root)
     return [
         SavedCheckpoint(
             checkpoint.path,
@@ -196,7 +196,7 @@ def read_metrics(checkpoint: Path) -> dict[str, float]:
     return {}
 
 
-def readers_in(root: Path) -> Mapping[str, Readers]:
+def readers_by_checkpoint(root: Path) -> Mapping[str, Readers]:
     """Return, by its name, the readers of each directory of the run at `root` that another directory of it reads.
 
     Does not look at links in the run itself, which are trackers, and at hidden directories.
@@ -206,11 +206,11 @@ def readers_in(root: Path) -> Mapping[str, Readers]:
     for entry in (entry for directory in directories for entry in list_directories(directory)):
         if entry.name.startswith(".") or entry.is_symlink():
             continue
-        for path in links_and_records(entry):
+        for path in links_and_base_records(entry):
             name = str(path.relative_to(entry.parent))
             if path.is_symlink():
                 target = Path(os.path.realpath(path))
-                reads = find_run_entry_with(target, directories)
+                reads = find_run_entry_containing(target, directories)
                 reason = f"`{name}` links {'to' if target.name == reads else 'into'} it"
             else:
                 reads = find_base_entry(path, directories)
@@ -221,7 +221,7 @@ def readers_in(root: Path) -> Mapping[str, Readers]:
     return {name: tuple(sorted(by_entry.items())) for name, by_entry in readers.items()}
 
 
-def links_and_records(directory: Path) -> Iterator[Path]:
+def links_and_base_records(directory: Path) -> Iterator[Path]:
     """Yield the links, adapter configs and manifests of deltas below a directory, without following links.
 
     In a store, which has no links, yields only the files in the directory itself.
@@ -245,10 +245,10 @@ def links_and_records(directory: Path) -> Iterator[Path]:
 def base_records_among(names: Iterable[str]) -> set[str]:
     """Return the names of files that record the base of an adapter or a delta."""
     names = frozenset(names)
-    return {name for name in names if name == ADAPTER_CONFIG or (name == MANIFEST and find_known_kind(names))}
+    return {name for name in names if name == ADAPTER_CONFIG or (name == MANIFEST and find_kind_by_files(names))}
 
 
-def find_run_entry_with(path: Path, directories: Sequence[Path]) -> str | None:
+def find_run_entry_containing(path: Path, directories: Sequence[Path]) -> str | None:
     """Return the entry of the run in `directories` that is at a path or contains it, None without."""
     for root in (directory.resolve() for directory in directories):
         if root in path.parents:
@@ -272,7 +272,7 @@ def find_base_entry(record: Path, directories: Sequence[Path]) -> str | None:
         return None
     if base is None:
         return None
-    if inside := find_run_entry_with(Path(os.path.realpath(base)), directories):
+    if inside := find_run_entry_containing(Path(os.path.realpath(base)), directories):
         return inside
     parts = PurePosixPath(os.path.normpath(base.replace("\\", "/"))).parts
     for directory in directories:

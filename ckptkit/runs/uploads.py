@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.errors import Usage, too_small_error
 from ckptkit.io.path import RemotePath, capabilities_at, is_remote
-from ckptkit.runs.keeper import live_path_of
+from ckptkit.runs.keeper import uncached_path_of
 from ckptkit.summary import Summarized
 from ckptkit.words import count, format_bytes
 
@@ -74,7 +74,7 @@ def prune_uploads(run: Source, *, older: float = WEEK, yes: bool = False) -> Pru
     and multipart uploads of other tools. Never deletes complete objects. Raises `Usage` for a local path and for other
     stores.
     """
-    root = live_path_of(run)
+    root = uncached_path_of(run)
     if older < 0:
         raise too_small_error("older", 0, f"{older:g} seconds")
     if not is_remote(root):

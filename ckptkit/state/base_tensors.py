@@ -34,7 +34,7 @@ _COMPUTED = (".inv_freq", ".position_ids", ".masked_bias", ".attn.bias", "_extra
 _MAX_GLOBS = 3
 
 
-def compare_with_base(model: Model, options: ConvertOptions) -> Model:
+def with_base_difference_notes(model: Model, options: ConvertOptions) -> Model:
     """Add notes on tensors that only the base has or only the model has, and on shapes that differ."""
     base: BaseWeights | None = None
     recorded = model.config.get("_name_or_path")
@@ -60,12 +60,12 @@ def compare_with_base(model: Model, options: ConvertOptions) -> Model:
 
 def names_only_in(names: Iterable[str], others: Collection[str], known: Collection[str]) -> list[str]:
     """Return the names that are not in `others`, even without their first two components, except computed buffers."""
-    ends = {end for other in others for end in (other, *ends_of(other))}
+    ends = {end for other in others for end in (other, *without_leading_components(other))}
     candidates = (name for name in names if not (name in known or name in ends or name.endswith(_COMPUTED)))
-    return sorted(name for name in candidates if not any(end in others for end in ends_of(name)))
+    return sorted(name for name in candidates if not any(end in others for end in without_leading_components(name)))
 
 
-def ends_of(name: str) -> list[str]:
+def without_leading_components(name: str) -> list[str]:
     """Return a name without its first component, and without its first two."""
     first, second = name.partition(".")[2], name.partition(".")[2].partition(".")[2]
     return [end for end in (first, second) if "." in end]
@@ -155,11 +155,11 @@ def choose_from_base(layout: Layout, ours: Collection[str], options: ConvertOpti
     return list(dict.fromkeys(chosen))
 
 
-def copy_recipe(name: str, number: int) -> RecipeFor:
+def copy_recipe(name: str, source_index: int) -> RecipeFor:
     """Return the recipe that copies a tensor of the source with this index, cast to the dtype to write."""
     from ckptkit.engine.recipes import Taken  # imports numpy, which plain copies do not need
 
-    return lambda _, dtype: Taken(Operand(number, name, dtype))
+    return lambda _, dtype: Taken(Operand(source_index, name, dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,15 +175,15 @@ class BaseWeights:
     @property
     def layout(self) -> Layout | None:
         """Return the weights under their names in the base; None without weights."""
-        return self._found if isinstance(self._found, Layout) else None
+        return self._layout_or_error if isinstance(self._layout_or_error, Layout) else None
 
     @property
     def problem(self) -> CkptError | None:
         """Return why existing weights cannot be read, for example Git LFS pointers or an unknown format; else None."""
-        return self._found if isinstance(self._found, CkptError) else None
+        return self._layout_or_error if isinstance(self._layout_or_error, CkptError) else None
 
     @cached_property
-    def _found(self) -> Layout | CkptError | None:
+    def _layout_or_error(self) -> Layout | CkptError | None:
         try:
             return self.open().weights.layout
         except (Corrupt, Mismatch, Unsupported) as error:

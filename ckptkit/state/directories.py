@@ -7,14 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.find_components import is_hidden_file_not_copied, is_save_marker
+from ckptkit.checkpoints.find_components import is_hidden_file_not_copied, is_manifest_or_marker
 from ckptkit.checkpoints.replaceable import checkpoint_and_manifest_files, training_state_at
 from ckptkit.errors import NotACheckpoint, Occupied, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import FORMATS, FormatWriter, find_format_of_file_name, get_format
 from ckptkit.io.destination import is_keeping_other_files, require_absent
 from ckptkit.io.file import destination_exists_error, list_children
 from ckptkit.io.joined import local_paths_of
-from ckptkit.io.local import is_strange_link
+from ckptkit.io.local import is_link_outside_cache
 from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.io.staging import require_free_destination
 from ckptkit.layout import Layout
@@ -56,14 +56,14 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
     A destination inside the source is allowed if neither happens.
     """
     for path in (source.path, *(part.path for part in source.components)):
-        require_outside(path, dst)
+        require_source_outside_destination(path, dst)
     target = dst.resolve()
     # in the source's own directory, the result would be read as a component of it
-    if target.parent in real_paths(source.path) and (not source.is_at_own_path or dst.name == TRAINING):
+    if target.parent in resolve_joined_path(source.path) and (not source.is_at_own_path or dst.name == TRAINING):
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
     order = list(FORMATS)
     for part in source.components:
-        if target.parent not in real_paths(part.path):
+        if target.parent not in resolve_joined_path(part.path):
             continue
         if part.reader.owns_file(dst.name) or target in (file.resolve() for file in files_of_format_in(part.layout)):
             raise Unsafe("the destination is a file of the source", path=dst, hint=_HINT)
@@ -72,18 +72,18 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
             raise Unsafe(message, path=dst, hint=_HINT)
 
 
-def require_outside(source: Path, dst: Path) -> None:
+def require_source_outside_destination(source: Path, dst: Path) -> None:
     """Raise `Unsafe` if the source is the destination, or inside it: `--overwrite` would delete what is read.
 
     A store's destination may not be inside the source either, because its claim would be among the objects to read.
     """
-    if any(is_same_or_inside(dst.resolve(), place) for place in real_paths(source)):
+    if any(is_same_or_inside(dst.resolve(), place) for place in resolve_joined_path(source)):
         raise Unsafe("the source is the destination, or inside it", path=dst, hint=_HINT)
     if is_remote(dst) and is_same_or_inside(source, dst):
         raise Unsafe("the destination is inside the source", path=dst, hint=_HINT)
 
 
-def real_paths(path: Path) -> list[Path]:
+def resolve_joined_path(path: Path) -> list[Path]:
     """Return the real path without links; for a joined path, the real path of each directory."""
     return [place.resolve() for place in local_paths_of(path)]
 
@@ -95,7 +95,7 @@ def is_same_or_inside(outer: Path, inner: Path) -> bool:
 def path_below(root: Path, dst: Path) -> Path | None:
     """Return `dst` as a path below `root`, as `root` is spelled; None if it is outside."""
     target = dst.resolve()
-    ancestor = next((place for place in real_paths(root) if place in target.parents), None)
+    ancestor = next((place for place in resolve_joined_path(root) if place in target.parents), None)
     return None if ancestor is None else root / target.relative_to(ancestor)
 
 
@@ -111,7 +111,7 @@ def files_to_copy_and_others(root: Path, taken: frozenset[Path]) -> tuple[dict[s
     with translate_os_errors(root):
         for path in other_files_below(root, taken):
             name = str(path.relative_to(root))
-            if is_strange_link(path) or not path.is_file():
+            if is_link_outside_cache(path) or not path.is_file():
                 skipped.append(name)
             else:
                 regular[name] = path
@@ -126,7 +126,7 @@ def other_files_below(directory: Path, taken: frozenset[Path], *, hidden: bool =
         path for path in entries if path not in taken and (hidden or not is_hidden_file_not_copied(path.name, names))
     ]
     subdirectories = [path for path in included if path.is_dir() and not path.is_symlink()]
-    yield from (path for path in included if path not in subdirectories and not is_save_marker(path.name))
+    yield from (path for path in included if path not in subdirectories and not is_manifest_or_marker(path.name))
     for path in subdirectories:
         yield from other_files_below(path, taken, hidden=hidden or is_copied_unchanged(path.name, names))
 

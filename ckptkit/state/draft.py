@@ -87,7 +87,7 @@ class Draft:
         files = options.writer.lay_out_files(unpacked[0], layout_options)
         remarks = tuple(options.writer.remarks_on_changes(unpacked[0]))
         read = tuple(layout.root / name for layout in sources for name in sorted(layout.files))
-        located, more_remarks = locate_sources(unpacked, options)
+        located, more_remarks = locate_source_chunks(unpacked, options)
         remarks += more_remarks
         if options.world_size is not None:
             remarks += warn_of_empty_ranks(unpacked[0], options.world_size)
@@ -125,7 +125,9 @@ def warn_of_unnamed_masters(layout: Layout, options: ConvertOptions) -> tuple[st
     return (Caution(f"the optimizer has {which}: the output has the 16-bit weights"),)
 
 
-def locate_sources(sources: tuple[Layout, ...], options: ConvertOptions) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
+def locate_source_chunks(
+    sources: tuple[Layout, ...], options: ConvertOptions
+) -> tuple[tuple[Layout, ...], tuple[str, ...]]:
     """Return the sources with their byte ranges located as far as needed now, and remarks.
 
     A process with a share of the work locates its byte ranges later. A dry run of a large checkpoint locates a sample.
@@ -310,12 +312,12 @@ class Conversion:
             digest.update(repr((draft.place, draft.writer.name, files, stamps)).encode())
         return digest.hexdigest()
 
-    def sharing_key(self, count: int) -> bytes:
-        """Return the JSON text that `count` processes must agree on before they write one output together."""
+    def shared_options_key(self, share_count: int) -> bytes:
+        """Return the JSON text that `share_count` processes must agree on before they write one output together."""
         agreed = {
             "sources": [[str(place.absolute()) for place in local_paths_of(origin.path)] for origin in self.origins],
             "options": self.options.to_json(),
-            "parts": count,
+            "parts": share_count,
             "plan": self.fingerprint,
         }
         return json.dumps(agreed, indent=1, sort_keys=True).encode()

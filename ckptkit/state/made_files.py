@@ -26,7 +26,7 @@ from ckptkit.io.file import file_size
 from ckptkit.layout import Chunk, Extent, FileOffset
 from ckptkit.layout.box import Box
 from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed, unchanged_box
+from ckptkit.layout.plan import Plan, identity_region, make_plan, restrict_to_needed
 from ckptkit.state.draft import Conversion, Draft
 
 
@@ -42,7 +42,7 @@ def create_output_files(
     plans = []
     for draft in conversion.drafts:
         root = directory / draft.place
-        create_files(root, draft.files, anew=False, is_sparse=is_sparse)
+        create_files(root, draft.files, must_be_new=False, is_sparse=is_sparse)
         plans.append(plan_draft(draft, root, share))
     return plans
 
@@ -60,7 +60,7 @@ def plan_draft(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
         # of each source only the section that this section of the output is computed from
         recipes = [(name, draft.recipes[name]) for name in destination.tensors if name in draft.recipes]
         computed = [(name, operand) for name, recipe in recipes for operand in recipe.operands]
-        apart = [one for name, one in computed if one.name != name or one.region is not unchanged_box]
+        apart = [one for name, one in computed if one.name != name or one.region is not identity_region]
         sources = tuple(
             restrict_to_needed(layout, destination, {one.name for one in apart if one.source == number})
             for number, layout in enumerate(sources)
@@ -68,11 +68,11 @@ def plan_draft(draft: Draft, root: Path, share: Share = WHOLE) -> Plan:
     src, *others = map(locate_all_chunks, sources)
     planned = make_plan(src, locate_all_chunks(destination), others, draft.recipes)
     if draft.recipes:
-        require_same_ties_in_sources(planned)
+        require_tied_in_sources(planned)
     return replace(planned, before=before, behind=behind) if share.count > 1 else planned
 
 
-def require_same_ties_in_sources(plan: Plan) -> None:
+def require_tied_in_sources(plan: Plan) -> None:
     """Raise `Mismatch` if tensors that share bytes in the destination come from different bytes of a source."""
     made_of: dict[tuple[int, FileOffset], list[tuple[int, Box, Chunk]]] = {}
     for target in plan.targets:
@@ -114,15 +114,19 @@ def finalize_output_files(
             for name in names
             if (crc := (sums or {}).get(str(Path(draft.place, name)))) is not None
         ]
-        manifest = write_manifest(plan.dst, done.checksums, names, anew=False, entries=known, source=draft.made_of)
+        manifest = write_manifest(
+            plan.dst, done.checksums, names, must_be_new=False, entries=known, source=draft.made_of
+        )
         file_sums |= {str(Path(draft.place, name)): file_sum for name, file_sum in manifest.files.items()}
     return file_sums
 
 
-def require_all_shares_done(conversion: Conversion, done: Collection[int], count: int) -> None:
-    """Raise `Occupied` if some of `count` shares are unfinished."""
-    missing = [number for number in range(count) if number not in done]
+def require_all_shares_done(conversion: Conversion, done: Collection[int], share_count: int) -> None:
+    """Raise `Occupied` if some of `share_count` shares are unfinished."""
+    missing = [number for number in range(share_count) if number not in done]
     if missing:
-        parts = ", ".join(f"{number + 1}/{count}" for number in missing[:8])
+        parts = ", ".join(f"{number + 1}/{share_count}" for number in missing[:8])
         hint = "run these parts, or run them again: they continue where they stopped"
-        raise Occupied(f"{len(missing)} of {count} parts are not done: {parts}", path=conversion.output, hint=hint)
+        raise Occupied(
+            f"{len(missing)} of {share_count} parts are not done: {parts}", path=conversion.output, hint=hint
+        )

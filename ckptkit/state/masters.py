@@ -56,7 +56,9 @@ def with_master_weights(checkpoint: Checkpoint, options: ConvertOptions) -> Chec
         hint = f"run `ckptkit consolidate SRC OUT {_OPTION}` first, then convert OUT"
         raise Usage(f"{_OPTION} does not work with `average`, --merge, --quantize, --salvage or --from-base", hint=hint)
     tensors = {weights.came_from[name]: checkpoint.layout.tensors[entry] for name, entry in masters_found.items()}
-    masters = replace(part.layout_in_checkpoint, tensors={**part.layout_in_checkpoint.tensors, **tensors}, twins={})
+    masters = replace(
+        part.layout_relative_to_checkpoint, tensors={**part.layout_relative_to_checkpoint.tensors, **tensors}, twins={}
+    )
     with_own = replace(part, masters=masters)
     parts = (with_own if component is part else component for component in checkpoint.components)
     return replace(checkpoint, components=tuple(parts))
@@ -99,7 +101,7 @@ def add_master_recipes(model: Model) -> Model:
 def with_note_on_remainders(model: Model) -> Model:
     """Add a note if the optimizer has remainders of the weights that are not used."""
     layout = model.part.layout
-    uncovered = remainders_in(layout, find_weights(layout).layout.specs)
+    uncovered = master_remainder_entries(layout, find_weights(layout).layout.specs)
     if not uncovered:
         return model
     which = f"{count(len(uncovered), 'weight')} in {REMAINDERS}, such as `{uncovered[0]}`"
@@ -171,7 +173,7 @@ def unnamed_masters_in(layout: Layout) -> list[str]:
     return [name for name in layout.tensors if _LISTS in layout.key(name)]
 
 
-def remainders_in(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:
+def master_remainder_entries(layout: Layout, weights: Mapping[str, Spec]) -> list[str]:
     """Return the entries with the low bits that complete the weights to their masters."""
     return [
         name for name, _ in master_entries_and_weights(layout, weights) if layout.tensors[name].spec.dtype == REMAINDERS

@@ -22,16 +22,16 @@ from ckptkit.checkpoints.optimizers.owners import ORDER, Order
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.formats import get_format
 from ckptkit.layout import KeyPath, Layout, edits
-from ckptkit.layout.wrappers import model_name_of
+from ckptkit.layout.wrappers import parameter_name_in_model
 from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import forms_of_model
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import AskedNames, name_training
+from ckptkit.models.names.naming import AskedNames, name_checkpoint
 from ckptkit.models.names.parameters import NewName, rename_in_group_lists, rename_in_key_path
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights_or_none, has_weights
 from ckptkit.state.names import AS_THEY_ARE, NameOptions, collect_name_arguments
-from ckptkit.state.optimizers import describe_names, names_from_models
+from ckptkit.state.optimizers import describe_assigned_names, parameter_names_from_models
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def pair_components(one: Checkpoint, two: Checkpoint, order: Order | None = None
     if len(ours) > 1 and ours.keys() == theirs.keys():
         pairs = [((one, Side.of(part)), (two, Side.of(theirs[place]))) for place, part in ours.items()]
         return [with_same_optimizer_keys(*pair, order) for pair in pairs], []
-    joined = find_joined_files(one), find_joined_files(two)
+    joined = join_files_beside_model(one), join_files_beside_model(two)
     if joined[0] is not None and joined[1] is not None:
         return [with_same_optimizer_keys((one, joined[0]), (two, joined[1]), order)], []
     remarks = []
@@ -106,7 +106,7 @@ def pair_components(one: Checkpoint, two: Checkpoint, order: Order | None = None
     return [(Side.of(one.model_component), Side.of(two.model_component))], remarks
 
 
-def find_joined_files(checkpoint: Checkpoint) -> Side | None:
+def join_files_beside_model(checkpoint: Checkpoint) -> Side | None:
     """Return a checkpoint with the files beside its model; None if it has other components."""
     model = checkpoint.model_component
     if any(part.under is None for part in checkpoint.components if part is not model):
@@ -141,7 +141,7 @@ def with_hub_names_on_both(one: Checkpoint, two: Checkpoint, pair: Pair, named: 
             named_sides.append(side)
             continue
         asked = collect_name_arguments(checkpoint, HUB, config, table)
-        layout, remarks = name_training_if_possible(side.layout, asked, side.path, must=table is not None)
+        layout, remarks = name_checkpoint_if_possible(side.layout, asked, side.path, must=table is not None)
         named_sides.append(side.with_layout_and_remarks(layout, *remarks))
     return named_sides[0], named_sides[1]
 
@@ -157,12 +157,12 @@ def may_have_different_names(one: Checkpoint, two: Checkpoint, config: Mapping[s
         return False
 
 
-def name_training_if_possible(
+def name_checkpoint_if_possible(
     layout: Layout, asked: AskedNames, path: Path, *, must: bool = False
 ) -> tuple[Layout, list[str]]:
     """Return a layout under the names that were asked for; unchanged, with a remark, if that is impossible."""
     try:
-        return name_training(layout, asked)
+        return name_checkpoint(layout, asked)
     except (Mismatch, Unsupported) as error:
         if must:
             raise
@@ -183,7 +183,7 @@ def with_named_parameters(checkpoint: Checkpoint, side: Side, order: Order | Non
         if optimizer.has_parameter_names:
             continue
         try:
-            certain_names = names_from_models(checkpoint, side.layout, optimizer, order)
+            certain_names = parameter_names_from_models(checkpoint, side.layout, optimizer, order)
         except (Mismatch, Unsupported) as error:
             if order is not None:
                 raise
@@ -191,11 +191,13 @@ def with_named_parameters(checkpoint: Checkpoint, side: Side, order: Order | Non
             side = side.with_layout_and_remarks(side.layout, remark)
         else:
             renamed = with_parameter_keys(side.layout, optimizer, certain_names.names)
-            side = side.with_layout_and_remarks(renamed, *([describe_names(optimizer, certain_names)] if order else ()))
+            side = side.with_layout_and_remarks(
+                renamed, *([describe_assigned_names(optimizer, certain_names)] if order else ())
+            )
     return side
 
 
-def match_sides(one: Side, two: Side) -> Pair:
+def with_comparable_names(one: Side, two: Side) -> Pair:
     """Return both sides under comparable names; only the model if only one side has other entries.
 
     Names that are already equal do not change. Remarks are added to the second side.
@@ -203,8 +205,8 @@ def match_sides(one: Side, two: Side) -> Pair:
     remarks: list[str] = []
     a, b = one.layout, two.layout
     if a.tensors.keys() == b.tensors.keys() and not (has_unstorable_entries(a, b) or has_unstorable_entries(b, a)):
-        return with_own_weights(one), with_own_weights(two)
-    one, two = with_own_names(one), with_own_names(two)
+        return with_found_weights(one), with_found_weights(two)
+    one, two = with_model_names(one), with_model_names(two)
     if one.weights and two.weights and bool(one.left_out) != bool(two.left_out):
         larger = one if one.left_out else two
         rest = ", ".join(f"{entry.name} ({entry.entries:,})" for entry in larger.left_out[:4])
@@ -217,23 +219,23 @@ def match_sides(one: Side, two: Side) -> Pair:
     return with_ties_of(one, two), tied.with_layout_and_remarks(tied.layout, *remarks)
 
 
-def has_unstorable_entries(layout: Layout, other: Layout) -> bool:
+def has_unstorable_entries(layout: Layout, written_as: Layout) -> bool:
     """Return whether a layout has non-tensor entries, and the other one has a format that cannot store them."""
-    return bool(layout.blobs) and get_format(other.format).is_model_only
+    return bool(layout.blobs) and get_format(written_as.format).is_model_only
 
 
-def with_own_weights(side: Side) -> Side:
+def with_found_weights(side: Side) -> Side:
     weights = find_weights_or_none(side.layout)
     return replace(side, weights=frozenset(weights.came_from.values()) if weights else frozenset())
 
 
-def with_own_names(side: Side) -> Side:
+def with_model_names(side: Side) -> Side:
     """Return the side with the model's own names for its parameters; unchanged if no model is found."""
     weights = find_weights_or_none(side.layout)
     keys = comparison_keys(side.layout, weights) if weights else {}
     if weights is None or len(set(keys.values())) < len(keys):  # two entries would get one name
         return side
-    renamed = rename_in_group_lists(side.layout, partial(model_name_of, known=weights.came_from))
+    renamed = rename_in_group_lists(side.layout, partial(parameter_name_in_model, known=weights.came_from))
     return replace(
         side,
         layout=edits.with_new_key_paths(renamed, keys),
@@ -246,7 +248,7 @@ def with_own_names(side: Side) -> Side:
 def comparison_keys(layout: Layout, weights: Weights) -> dict[str, KeyPath]:
     """Return the key path for the comparison of each entry, without the key above the model and torch's prefixes."""
     keys: dict[str, KeyPath] = {old: (new,) for new, old in weights.came_from.items()}
-    above, clean = find_model_key(layout)[:-1], partial(model_name_of, known=weights.came_from)
+    above, clean = find_model_key(layout)[:-1], partial(parameter_name_in_model, known=weights.came_from)
     for name in layout.names:
         if name not in keys:
             key = layout.key(name)

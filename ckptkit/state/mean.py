@@ -21,7 +21,7 @@ from ckptkit.trainers import find_step_of_path
 from ckptkit.words import count
 
 
-def align_models(models: Sequence[Model]) -> Model:
+def join_models_to_average(models: Sequence[Model]) -> Model:
     """Return the first model, with the tensors of the others in `siblings`.
 
     Restores tied tensors if not all models lack them. Raises `Mismatch` if the checkpoints are not of one model.

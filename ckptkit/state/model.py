@@ -98,7 +98,7 @@ class Model:
         dropped = {old: why for name, why in reasons.items() for old in self.weights.origins_of([name])}
         return replace(self, dropped={**self.dropped, **dropped})
 
-    def with_merged(self, names: Iterable[str]) -> Model:
+    def with_merged_duplicates(self, names: Iterable[str]) -> Model:
         """Return the model with the note that these tensors equal others, which are written."""
         return replace(self, merged=self.merged | self.weights.origins_of(names))
 

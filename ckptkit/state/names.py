@@ -33,7 +33,7 @@ def collect_name_arguments(
     rows: int | None = None,
     ask_base: AskBase = None,
 ) -> AskedNames:
-    """Return the arguments of `name_weights` and `name_training` for a checkpoint.
+    """Return the arguments of `name_weights` and `name_checkpoint` for a checkpoint.
 
     `names` is a family's name, `HUB` or `KEEP`. For the other parameters see `AskedNames`.
     """
@@ -92,7 +92,7 @@ class NameOptions:
         """Return the options. Raises `Usage` for an invalid table or rule."""
         table = None if map is None else read_family_file(Path(map))
         rules = (rename,) if isinstance(rename, str) else tuple(rename)
-        Edits(rename=rules).check_rules()
+        Edits(rename=rules).check_rename_rules()
         return cls(table, rules, None if base is None else os.fspath(base), allow_unmatched)
 
     def find_config_of(self, checkpoint: Checkpoint) -> Mapping[str, Any] | None:

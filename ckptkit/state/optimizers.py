@@ -33,7 +33,7 @@ from ckptkit.checkpoints.optimizers.parameter_order import is_buffer, model_tens
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, StoredTensor
-from ckptkit.layout.wrappers import model_name_of, without_wrapper_prefixes
+from ckptkit.layout.wrappers import parameter_name_in_model, without_wrapper_prefixes
 from ckptkit.models.names.weights import find_model_key, find_weights
 from ckptkit.state.options import ConvertOptions
 from ckptkit.trainers import is_other_component_name
@@ -66,7 +66,9 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], optio
         layout = before
         for states in optimizers:
             parameters = (
-                parameters_for(checkpoint, layout, states, options.order) if states.parameters_without_state else {}
+                parameters_by_optimizer_key(checkpoint, layout, states, options.order)
+                if states.parameters_without_state
+                else {}
             )
             layout, more = with_complete_states(layout, states, parameters)
             chosen = {name: spec for name, spec in more.items() if options.edits.is_selected(name)}
@@ -76,19 +78,19 @@ def complete_optimizers(checkpoint: Checkpoint, layouts: Sequence[Layout], optio
     return Completed(completed, new_entries, remarks)
 
 
-def parameters_for(
+def parameters_by_optimizer_key(
     checkpoint: Checkpoint, layout: Layout, states: States, order: Order | None
 ) -> dict[str, StoredTensor]:
     """Return the parameters by the optimizer's names or indices. Raises `Unsupported` or `Mismatch` if uncertain."""
     if states.optimizer is not None and not states.optimizer.has_parameter_names:
-        named = names_from_models(checkpoint, layout, states.optimizer, order)
+        named = parameter_names_from_models(checkpoint, layout, states.optimizer, order)
         tensors = model_tensors_by_key(named.model.layout)
         return {str(number): tensors[name] for number, name in named.names.items()}
     names = {one for group in states.groups for one in group} | states.of.keys()
     candidates: list[dict[str, StoredTensor]] = []  # of each model, by the names that the optimizer uses
     for model in models_in_checkpoint(checkpoint):
         known = find_weights(model.layout).layout.tensors
-        own = {name: model_name_of(name, known) for name in names}
+        own = {name: parameter_name_in_model(name, known) for name in names}
         candidates.append({name: known[known_name] for name, known_name in own.items() if known_name in known})
     fitting = [
         one for one in candidates if one.keys() == names and has_state_shapes_of(layout, states, one)
@@ -181,7 +183,7 @@ def choose_optimizer_keys(
 
     Raises `Unsupported` if names were requested and are uncertain, or indices for an optimizer without groups.
     """
-    wanted = options.wanted_keys
+    wanted = options.wanted_optimizer_keys
     to_shards = options.writer.is_sharded  # then an optimizer in one file gets names, if they are certain
     by_layout = [
         find_optimizers(layout) if wanted or (to_shards and not get_format(layout.format).is_sharded) else []
@@ -215,21 +217,21 @@ def rekeying_by_name(
 ) -> Rekeying:
     """Return names for an optimizer's indices; no change for uncertain ones, or an error if names are required."""
     try:
-        certain = names_from_models(checkpoint, layout, optimizer, order)
+        certain = parameter_names_from_models(checkpoint, layout, optimizer, order)
     except (Mismatch, Unsupported) as error:
         if is_required:
             raise
         why = f"{error.tensor}: {error.message}" if error.tensor else error.message
         keeps = f"`{optimizer.name}` keeps its parameter indices, because the names are not certain"
         return Rekeying(optimizer, {}, f"{keeps} ({why}); see {ORDER}")
-    return Rekeying(optimizer, {**certain.names}, describe_names(optimizer, certain))
+    return Rekeying(optimizer, {**certain.names}, describe_assigned_names(optimizer, certain))
 
 
-def describe_names(optimizer: Optimizer, named: NamedNumbers) -> str:
+def describe_assigned_names(optimizer: Optimizer, named: NamedNumbers) -> str:
     return f"`{optimizer.name}` got names for its {count(len(named.names), 'parameter')}: {named.proof}"
 
 
-def names_from_models(
+def parameter_names_from_models(
     checkpoint: Checkpoint, layout: Layout, optimizer: Optimizer, order: Order | None = None
 ) -> NamedNumbers:
     """Return the names for an optimizer's indices. Raises `Unsupported` or `Mismatch` for uncertain ones."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypedDict, TypeVar
 
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES
-from ckptkit.checkpoints.optimizers.owners import OF_MODEL, ORDER, Order, read_order
+from ckptkit.checkpoints.optimizers.owners import OF_MODEL, ORDER, Order, read_optimizer_order
 from ckptkit.entry_points import PluginTable
 from ckptkit.errors import Usage, too_small_error
 from ckptkit.formats import FORMATS, FormatWriter, get_writer, writable_formats
@@ -206,7 +206,7 @@ class ConvertOptions:
             if (value := getattr(self, option)) is not None and value not in words:
                 raise Usage(f"{option_name(option)}: expected {join_with_or(words)}, found `{value}`")
         if self.rename or self.dtype:
-            self.edits.check_rules()
+            self.edits.check_rename_rules()
         if self.names or self.map:
             require_known_family_name(self.names, self.table)
         if self.part not in (None, RANK):
@@ -240,7 +240,7 @@ class ConvertOptions:
         return get_writer("hf" if self.to == ADAPTER else self.to)
 
     @property
-    def wanted_keys(self) -> str | None:
+    def wanted_optimizer_keys(self) -> str | None:
         """Return whether optimizers must get names or indices; None if they keep theirs, or the format decides."""
         needs_names = self.optimizer_order is not None and not self.complete_optimizer
         return self.optimizer_keys or (NAMES if needs_names else None)
@@ -248,7 +248,7 @@ class ConvertOptions:
     @property
     def order(self) -> Order | None:
         """Return the user's order of the optimizer's parameters. Raises `Usage` for an invalid one."""
-        return None if self.optimizer_order is None else read_order(self.optimizer_order)
+        return None if self.optimizer_order is None else read_optimizer_order(self.optimizer_order)
 
     @property
     def table(self) -> Family | None:
@@ -384,7 +384,7 @@ class Keywords(TypedDict, total=False):
     progress: Progress | None
 
 
-def with_spelled_options(function: Function) -> Function:
+def with_full_signature(function: Function) -> Function:
     """Give a function that takes `**options` a signature with every option, for `help()`, notebooks and the docs."""
     signature = inspect.signature(function)
     explicit = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]

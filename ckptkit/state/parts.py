@@ -12,18 +12,18 @@ from typing import Self
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component, join_layouts
 from ckptkit.checkpoints.optimizers.keys import IDS, with_separate_group_settings
-from ckptkit.errors import Mismatch, Unsupported, Usage, first_of
+from ckptkit.errors import Mismatch, Unsupported, Usage, names_and_more
 from ckptkit.formats import detect_format, get_format
 from ckptkit.io.origin import Origin
 from ckptkit.layout import OWN, Layout, edits
 from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config_json
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names.copies import find_copies_in
-from ckptkit.models.names.naming import name_training
+from ckptkit.models.names.naming import name_checkpoint
 from ckptkit.models.names.parameters import renamable_parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
-from ckptkit.models.tokens import notes_on_tokens
+from ckptkit.models.tokens import notes_on_vocabulary_rows
 from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.directories import files_of_format_in, files_to_copy_and_others, path_below
 from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, names_with_bytes_in, tensors_sharing_bytes
@@ -32,7 +32,7 @@ from ckptkit.state.optimizers import Completed, Rekeying, choose_optimizer_keys,
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.config import may_be_quantized_model
 from ckptkit.state.selection import DtypeRule, apply_dtypes
-from ckptkit.state.steps import WITH_FILES, base_names_function, require_format_with_files
+from ckptkit.state.steps import WITH_FILES, base_names_function, require_format_for_family
 from ckptkit.trainers import find_owner_rank_of_file, find_owner_rank_of_key, why_copied_unchanged
 from ckptkit.words import count
 
@@ -110,7 +110,7 @@ def draft_components(checkpoint: Checkpoint, output: Path, options: ConvertOptio
             notes += more
         entries.append(piece.written_and_dropped(chosen_layout, sources, options))
     outputs = [name for draft in drafts for name in draft.wanted.tensors]
-    notes += options.edits.check_dtypes(dtype_rules, outputs, checkpoint.path)
+    notes += options.edits.check_dtype_globs(dtype_rules, outputs, checkpoint.path)
     if not drafts:
         raise Mismatch("nothing is left to write", path=checkpoint.path, hint="check --include and --exclude")
     made: Mapping[str, bytes] = {}
@@ -147,7 +147,7 @@ def open_pieces(checkpoint: Checkpoint, options: ConvertOptions) -> tuple[list[P
     beside = [part for part in parts if part.under is not None and main.layout.format != options.to]
     pieces = [Piece.of([main, *beside]), *(Piece.of([part]) for part in others)]
     layouts = [piece.layout for piece in pieces]
-    if options.to != "dcp" or options.rename or options.changes_names or options.wanted_keys:
+    if options.to != "dcp" or options.rename or options.changes_names or options.wanted_optimizer_keys:
         # otherwise the groups are copied unchanged, in the form of the torch that saved them
         layouts = [with_separate_group_settings(layout) for layout in layouts]
     remarks: list[str] = []
@@ -207,11 +207,11 @@ def draft_piece(
     if is_named:
         part, rows = piece.parts[0], options.vocab_size
         companions = find_companions(part.path, options.base)
-        require_format_with_files(companions, options)
-        notes = [] if rows is None else notes_on_tokens(companions, rows)
+        require_format_for_family(companions, options)
+        notes = [] if rows is None else notes_on_vocabulary_rows(companions, rows)
         ask_base = base_names_function(options.base)
         asked = collect_name_arguments(part, options.wanted_names, companions.config, options.table, rows, ask_base)
-        layout, remarks = name_training(layout, asked)
+        layout, remarks = name_checkpoint(layout, asked)
         remarks += notes
     refuse_untranslated_copies(chosen, layout, weights)
     if len(piece.parts) > 1:
@@ -266,7 +266,7 @@ def with_other_files(
     other_files, irregular = files_to_copy_and_others(root, used | ({result} if result else set()))
     notes = [*conversion.notes, *(f"skipped `{name}`: not a regular file" for name in irregular)]
     if conversion.options.writer.is_sharded:
-        dropped, remarks = drop_files_of_ranks(other_files, world_size)
+        dropped, remarks = rank_files_to_drop(other_files, world_size)
         notes += remarks
         other_files = {name: path for name, path in other_files.items() if name not in dropped}
     is_model_here = any(not part.place for part in checkpoint.components)
@@ -305,7 +305,7 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
         if world_size not in (ranks, layout.world_size):
             dropped |= {name for name in layout.names if str(layout.key(name)[0]) == group}
             inner = list(dict.fromkeys(str(key[2]) for key in map(layout.key, members) if len(key) > 2))
-            which = f" ({first_of(inner, _MAX_NAMED)})" if inner else ""
+            which = f" ({names_and_more(inner, _MAX_NAMED)})" if inner else ""
             words = f"state of {count(ranks, 'rank')}, which {world_size} cannot use"
             notes.append(f"dropped `{group}`{which}: {words}")
         elif group == OWN:
@@ -314,7 +314,7 @@ def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[s
     return edits.select_entries(layout, lambda name: name not in dropped), notes
 
 
-def drop_files_of_ranks(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
+def rank_files_to_drop(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
     """Return the names of the files with per-rank state, if their number differs from `world_size`; and notes."""
     owners = {name: owner for name in names if (owner := find_owner_rank_of_file(name)) is not None}
     ranks = 1 + max(owners.values(), default=-1)

@@ -16,14 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.engine.check_sources import verify_covered_files
+from ckptkit.engine.check_sources import verify_fully_checksummed_files
 from ckptkit.engine.copy import check_all_units_written, copy_by_plan
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.errors import Corrupt, IOFailure, Occupied, skip_problem
 from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE
-from ckptkit.io.allocation import create_file, make_directory, missing_bytes, require_free_space
+from ckptkit.io.allocation import create_file, make_directory, require_free_space, unallocated_bytes
 from ckptkit.io.disk import sync_directory_tree
 from ckptkit.io.file import file_size, is_existing_path, opening, read_at
 from ckptkit.io.path import is_remote
@@ -63,7 +63,7 @@ def require_archives_of_one_save(layout: Layout) -> None:
     }
     if not archives or is_remote(layout.root):
         return
-    verify_covered_files(locate_all_chunks(replace(layout, tensors=archives, blobs={}), skip_problem))
+    verify_fully_checksummed_files(locate_all_chunks(replace(layout, tensors=archives, blobs={}), skip_problem))
 
 
 def write_output(conversion: Conversion) -> Written:
@@ -88,9 +88,9 @@ def write_output(conversion: Conversion) -> Written:
     return finish(conversion, share.count) if share.number == 0 else written
 
 
-def finish_output(conversion: Conversion, count: int) -> Written:
-    """Finish an output of which `count` processes have each written a share."""
-    return writers_for(conversion)[1](conversion, count)
+def finish_output(conversion: Conversion, share_count: int) -> Written:
+    """Finish an output of which `share_count` processes have each written a share."""
+    return writers_for(conversion)[1](conversion, share_count)
 
 
 def writers_for(
@@ -129,7 +129,9 @@ def write_share_on_disk(conversion: Conversion, share: Share) -> Written:
         if is_part:
             stage.unlock_for_other_parts()
         journals = open_journals(stage.notes_directory, conversion, share.number)
-        progress = make_progress_reporter(options.progress, sum(plan.whole_nbytes for plan in plans) // share.count)
+        progress = make_progress_reporter(
+            options.progress, sum(plan.destination_nbytes for plan in plans) // share.count
+        )
         ledgers = [
             copy_by_plan(plan, share, journal, jobs=options.jobs, progress=progress, sync=options.sync)
             for plan, journal in zip(plans, journals, strict=True)
@@ -144,12 +146,12 @@ def write_share_on_disk(conversion: Conversion, share: Share) -> Written:
     return Written(ledgers)
 
 
-def finish_shares_on_disk(conversion: Conversion, count: int) -> Written:
-    """Check that all `count` shares are done and consistent, then commit the output."""
-    with opened_stage(conversion, count) as stage:
-        shares = [open_journals(stage.notes_directory, conversion, number) for number in range(count)]
-        done = {number for number in range(count) if all(journal.has_ended for journal in shares[number])}
-        require_all_shares_done(conversion, done, count)
+def finish_shares_on_disk(conversion: Conversion, share_count: int) -> Written:
+    """Check that all `share_count` shares are done and consistent, then commit the output."""
+    with opened_stage(conversion, share_count) as stage:
+        shares = [open_journals(stage.notes_directory, conversion, number) for number in range(share_count)]
+        done = {number for number in range(share_count) if all(journal.has_ended for journal in shares[number])}
+        require_all_shares_done(conversion, done, share_count)
         require_complete_files(conversion, stage.path)
         plans = create_output_files(conversion, stage.path)
         ledgers = [Ledger() for _ in plans]
@@ -160,41 +162,44 @@ def finish_shares_on_disk(conversion: Conversion, count: int) -> Written:
         return verify_and_commit(conversion, plans, ledgers, stage)
 
 
-def require_complete_files(conversion: Conversion, room: Path) -> None:
+def require_complete_files(conversion: Conversion, directory: Path) -> None:
     """Raise `Corrupt` if a file that the journals say is filled is missing or truncated."""
     for draft in conversion.drafts:
         for file in draft.files:
-            path = room / draft.place / file.name
+            path = directory / draft.place / file.name
             size = file_size(path) if is_existing_path(path) else 0
             if size != file.nbytes:
                 message = f"expected {file.nbytes} bytes, as written before, found {size}"
-                raise Corrupt(message, path=path, hint=f"delete {room}, and run all parts again")
+                raise Corrupt(message, path=path, hint=f"delete {directory}, and run all parts again")
 
 
-def open_journals(notes_directory: Path, conversion: Conversion, number: int) -> list[Journal]:
-    return [Journal(notes_directory / f"plan-{i}-share-{number}.jsonl") for i in range(len(conversion.drafts))]
+def open_journals(notes_directory: Path, conversion: Conversion, share_index: int) -> list[Journal]:
+    return [Journal(notes_directory / f"plan-{i}-share-{share_index}.jsonl") for i in range(len(conversion.drafts))]
 
 
 @contextmanager
-def opened_stage(conversion: Conversion, count: int, *, is_part: bool = False) -> Iterator[Stage]:
-    """Open the stage in which `count` processes write. An error deletes it, unless others or a later call need it."""
+def opened_stage(conversion: Conversion, share_count: int, *, is_part: bool = False) -> Iterator[Stage]:
+    """Open the stage in which `share_count` processes write.
+
+    An error deletes it, unless others or a later call need it.
+    """
     options = conversion.options
     stage = Stage(
         conversion.output,
         overwrite=options.overwrite,
         sync=options.sync,
-        key=conversion.sharing_key(count),
+        key=conversion.shared_options_key(share_count),
         is_part=is_part,
         is_file=conversion.is_file,
-        check_other=partial(require_same_options, conversion, count),
+        check_other=partial(require_same_options, conversion, share_count),
     )
     with errors_naming_destination(conversion.output, is_file=conversion.is_file):
         try:
             stage.open()
-            require_free_space(conversion.output, missing_bytes(stage.path, conversion.file_sizes))
+            require_free_space(conversion.output, unallocated_bytes(stage.path, conversion.file_sizes))
             yield stage
         except BaseException as error:
-            if count > 1:  # other processes may still use the stage
+            if share_count > 1:  # other processes may still use the stage
                 stage.unlock_for_resume()
             elif not isinstance(error, Exception) and any(stage.notes_directory.glob("*.jsonl")):
                 stage.unlock_for_resume()
@@ -204,12 +209,12 @@ def opened_stage(conversion: Conversion, count: int, *, is_part: bool = False) -
             raise
 
 
-def require_same_options(conversion: Conversion, count: int, begun: bytes, notes_directory: Path) -> None:
+def require_same_options(conversion: Conversion, share_count: int, earlier_key: bytes, notes_directory: Path) -> None:
     """Raise `Occupied` if existing shares of the output have other sources or options.
 
-    `begun` is the key of these shares. If a source has changed since, its shares are simply written again.
+    `earlier_key` is the key of these shares. If a source has changed since, its shares are simply written again.
     """
-    theirs, ours = options_in_key(begun), options_in_key(conversion.sharing_key(count))
+    theirs, ours = options_in_key(earlier_key), options_in_key(conversion.shared_options_key(share_count))
     parts_done = sorted(
         {int(path.stem.rpartition("-")[2]) + 1 for path in notes_directory.glob("plan-*-share-*.jsonl")}
     )
@@ -218,18 +223,18 @@ def require_same_options(conversion: Conversion, count: int, begun: bytes, notes
         return
     parts = ", ".join(f"{number}/{theirs['--part']}" for number in parts_done[:8])
     name = different[0]
-    expected, found = describe_option(name, theirs.get(name)), describe_option(name, ours[name])
+    expected, found = format_option_value(name, theirs.get(name)), format_option_value(name, ours[name])
     message = f"parts {parts} of an unfinished output have other options: {name}: expected {expected}, found {found}"
     hint = f"pass the same sources and options; to start over, delete {notes_directory.parent}"
     raise Occupied(message, path=conversion.output, hint=hint)
 
 
-def describe_option(name: str, value: Any) -> str:
+def format_option_value(name: str, value: Any) -> str:
     """Return the value of an option in a key, as users pass it."""
     if name == "--part":
         return f"I/{value}" if value > 1 else "none"
     if isinstance(value, list):
-        return ", ".join(describe_option("", one) for one in value) or "none"
+        return ", ".join(format_option_value("", one) for one in value) or "none"
     return str(value)
 
 

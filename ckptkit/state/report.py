@@ -147,13 +147,13 @@ def warnings_on_lost(dropped: Iterable[LeftOut], not_copied: Iterable[LeftBehind
     return lines + describe_not_copied([lost for lost in not_copied if lost.why in LOST], "not copied")
 
 
-def complete_result(conversion: Conversion, prospect: Converted, written: Written, seconds: float) -> Converted:
-    """Return the result of a finished conversion. `prospect` is the result of its dry run."""
+def complete_result(conversion: Conversion, predicted: Converted, written: Written, seconds: float) -> Converted:
+    """Return the result of a finished conversion. `predicted` is the result of its dry run."""
     copied, ledgers = written.copied or (), written.ledgers
     noted = sorted({name for ledger in ledgers for name in ledger.noted})
-    last = prospect.sources[-1]
+    last = predicted.sources[-1]
     notes = list(verdict_sentences(conversion, noted)) if written.copied is not None else []
-    if noted and prospect.weights:
+    if noted and predicted.weights:
         notes.append(f"integers and booleans that differ come from {last}: {join_few_names(noted)}")
     uncompared = [path for done in copied for path in done.uncompared]
     if uncompared:
@@ -162,8 +162,8 @@ def complete_result(conversion: Conversion, prospect: Converted, written: Writte
         notes.append(f"not compared with the manifest: {skipped}; {hint}")
     notes += written.remarks
     return replace(
-        prospect,
-        notes=[*prospect.notes, *notes],
+        predicted,
+        notes=[*predicted.notes, *notes],
         seconds=seconds,
         copies=0,
         checked_bytes=sum(done.checked_bytes for done in copied),

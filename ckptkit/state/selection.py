@@ -33,7 +33,7 @@ class Edits:
     dtype: Sequence[str] = ()
     allow_unmatched: bool = False
 
-    def check_rules(self) -> None:
+    def check_rename_rules(self) -> None:
         """Raise `Usage` for an invalid rule."""
         for rule in self.rename:
             parse_rule(rule)
@@ -66,20 +66,20 @@ class Edits:
             hint = "change --include or --exclude; run `ckptkit inspect --tensors` to list all names"
             raise Usage(f"--include and --exclude leave none of {count(len(names), 'entry')}", path=path, hint=hint)
 
-    def dtype_rules(self, sources: Iterable[str]) -> list[DtypeRule]:
-        """Return the rules of `--dtype` for a conversion of tensors whose names in the source are `sources`."""
-        names = list(sources)
+    def dtype_rules(self, source_names: Iterable[str]) -> list[DtypeRule]:
+        """Return the rules of `--dtype` for a conversion of tensors whose names in the source are `source_names`."""
+        names = list(source_names)
         rules = []
         for glob, dtype in map(parse_dtype_rule, self.dtype):
             is_of_output = glob is not None and not any(fnmatchcase(name, glob) for name in names)
             rules.append(DtypeRule(dtype, glob, is_of_output))
         return rules
 
-    def check_dtypes(self, rules: Iterable[DtypeRule], outputs: Collection[str], path: Path) -> list[str]:
+    def check_dtype_globs(self, rules: Iterable[DtypeRule], output_names: Collection[str], path: Path) -> list[str]:
         """Return a note for each glob that matches only names in the output. Raises `Usage` for one without a match."""
         globs = [rule.glob for rule in rules if rule.glob is not None and rule.is_of_output]
-        self.require_matches("--dtype", globs, outputs, path)
-        matched = [glob for glob in globs if any(fnmatchcase(name, glob) for name in outputs)]
+        self.require_matches("--dtype", globs, output_names, path)
+        matched = [glob for glob in globs if any(fnmatchcase(name, glob) for name in output_names)]
         return [f"--dtype '{glob}' matches names in the output, but none in the source" for glob in matched]
 
     def check_renames(self, names: Iterable[str], path: Path) -> None:

@@ -33,7 +33,7 @@ from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.parameters import rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
-from ckptkit.models.tokens import notes_on_tokens, warn_of_tokens
+from ckptkit.models.tokens import notes_on_vocabulary_rows, warn_of_tokens_without_row
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.model import Model
@@ -148,7 +148,7 @@ def find_trainer_prefix(shapes: Mapping[str, Shape], config: Mapping[str, Any]) 
     return "", ""
 
 
-def refuse_copies(model: Model) -> None:
+def refuse_duplicate_model(model: Model) -> None:
     """Raise `SeveralModels` if the model is present twice. A loader uses one copy, and no name says which is right."""
     copy = find_copy(model.layout.shapes)
     if copy is None:
@@ -167,7 +167,7 @@ def refuse_copies(model: Model) -> None:
 
 def translate_names(model: Model, names: str, options: ConvertOptions) -> Model:
     """Give the tensors the names of the Hub or of a family, and the embedding the requested number of rows."""
-    require_format_with_files(model.companions, options)
+    require_format_for_family(model.companions, options)
     config, rows = model.companions.config, options.vocab_size
     asked = collect_name_arguments(model.part, names, config, table=options.table, rows=rows, ask_base=model.ask_base)
     weights, remarks = name_weights(model.weights, asked)
@@ -178,7 +178,7 @@ def translate_names(model: Model, names: str, options: ConvertOptions) -> Model:
     return model.with_remarks(f"the output has {whose}, which ckptkit did not compare with a config.json")
 
 
-def require_format_with_files(companions: Companions, options: ConvertOptions) -> None:
+def require_format_for_family(companions: Companions, options: ConvertOptions) -> None:
     """Raise `Unsupported` for names that can be read back only with files of the family, which only DCP has."""
     family = options.family
     model_type = Sizes(companions.config or {}).model_type
@@ -188,20 +188,20 @@ def require_format_with_files(companions: Companions, options: ConvertOptions) -
         raise Unsupported(message, path=companions.found_in, hint=hint)
 
 
-def resize_vocabulary(model: Model, rows: int) -> Model:
+def record_vocabulary_size(model: Model, rows: int) -> Model:
     """Write the number of rows of the vocabulary to config.json. The tensors were resized when they were renamed."""
-    model = model.with_remarks(*notes_on_tokens(model.companions, rows))
+    model = model.with_remarks(*notes_on_vocabulary_rows(model.companions, rows))
     return model.with_config(with_vocabulary_size(model.config, rows)) if model.config else model
 
 
-def fit_config(model: Model, options: ConvertOptions) -> Model:
+def fit_tensors_to_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
-    expected = find_form_or_error(model)
+    expected = expected_form_or_error(model)
     if isinstance(expected, Form) and any(map(is_trained_head, model.layout.tensors)):
         with errors_at(path=model.layout.path):
             config, words = with_trained_class(model.layout.shapes, model.config, expected)
         model = model.with_config(config).with_remarks(*words)
-        expected = find_form_or_error(model)
+        expected = expected_form_or_error(model)
     try:
         layout, dropped, remarks = fit_to_config(model.layout, model.companions, expected, strict=options.strict)
     except Mismatch as error:
@@ -214,13 +214,13 @@ def fit_config(model: Model, options: ConvertOptions) -> Model:
     )
     remarks += warn_of_other_base(model, options)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
-    model = model.with_dropped(dropped).with_merged(tied)
+    model = model.with_dropped(dropped).with_merged_duplicates(tied)
     tokens: list[Caution] = []
     if options.vocab_size is None and model.companions.files.keys() - {CONFIG}:
         embedding = find_embedding(layout.tensors)
         shape = layout.tensors[embedding].spec.shape if embedding else ()
         rows = shape[0] if shape else find_vocabulary_size(model.config)
-        tokens = [] if rows is None else warn_of_tokens(model.companions, rows)
+        tokens = [] if rows is None else warn_of_tokens_without_row(model.companions, rows)
     return replace(model.with_layout(layout), expected=expected, siblings=siblings).with_remarks(*remarks, *tokens)
 
 
@@ -239,7 +239,7 @@ def warn_of_other_base(model: Model, options: ConvertOptions) -> list[Caution]:
     return [Caution(f"{words}: {describe_differences(differences, str(options.base))}")] if differences else []
 
 
-def find_form_or_error(model: Model) -> Form | Unsupported | None:
+def expected_form_or_error(model: Model) -> Form | Unsupported | None:
     """Return the form that config.json describes, or the error why it is unknown; None without a config.json."""
     if model.companions.config is None:
         return None
@@ -264,7 +264,7 @@ def cast_to_requested(model: Model, options: ConvertOptions) -> Model:
     """Cast the tensors to the requested dtypes. Tensors that loaders keep in fp32 stay in fp32."""
     made_of = model.weights.origins_by_name(model.layout.tensors)
     rules = options.edits.dtype_rules(model.weights.origins_of(made_of))
-    remarks = options.edits.check_dtypes(rules, made_of, model.part.path)
+    remarks = options.edits.check_dtype_globs(rules, made_of, model.part.path)
     dtype, specs = options.edits.dtype_of_weights, model.layout.specs
     kept = model.kept_in_fp32(dtype.name) if dtype is not None else ()
     wide = sorted(name for name in kept if name in specs and specs[name].dtype == DTYPES["float32"])

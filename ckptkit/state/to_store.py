@@ -61,7 +61,7 @@ def write_share_to_store(conversion: Conversion, share: Share) -> Written:
         noted = upload.there.read_notes()
         if share_note_name(share.number) in noted:
             return Written(parse_share_note(noted[share_note_name(share.number)])[0])
-        upload.there.put_note(KEY, conversion.sharing_key(share.count))
+        upload.there.put_note(KEY, conversion.shared_options_key(share.count))
         assembly = upload.make_assembly(sent_here={key for key in upload.pieces if not upload.is_small_marker(key[0])})
         ledgers = upload.copy_share(assembly, share)
         state = {"ledgers": [ledger.to_json() for ledger in ledgers], "sent": sorted(assembly.sent)}
@@ -69,14 +69,14 @@ def write_share_to_store(conversion: Conversion, share: Share) -> Written:
     return Written(ledgers, kept_bytes=upload.there.kept_bytes)
 
 
-def finish_shares_in_store(conversion: Conversion, count: int) -> Written:
-    """Check that all `count` shares are done and consistent, then commit the output."""
-    with opened_upload(conversion, count) as upload:
+def finish_shares_in_store(conversion: Conversion, share_count: int) -> Written:
+    """Check that all `share_count` shares are done and consistent, then commit the output."""
+    with opened_upload(conversion, share_count) as upload:
         notes = upload.there.read_notes()
         require_all_shares_done(
-            conversion, [number for number in range(count) if share_note_name(number) in notes], count
+            conversion, [number for number in range(share_count) if share_note_name(number) in notes], share_count
         )
-        shares = [parse_share_note(notes[share_note_name(number)]) for number in range(count)]
+        shares = [parse_share_note(notes[share_note_name(number)]) for number in range(share_count)]
         ledgers = [Ledger() for _ in upload.plans]
         for share_ledgers, _ in shares:
             for ledger, share_ledger in zip(ledgers, share_ledgers, strict=True):
@@ -87,8 +87,8 @@ def finish_shares_in_store(conversion: Conversion, count: int) -> Written:
         return upload.send_rest_and_commit(assembly, ledgers)
 
 
-def share_note_name(number: int) -> str:
-    return f"share-{number}.json"
+def share_note_name(share_index: int) -> str:
+    return f"share-{share_index}.json"
 
 
 def parse_share_note(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
@@ -98,8 +98,8 @@ def parse_share_note(text: bytes) -> tuple[list[Ledger], list[PieceKey]]:
 
 
 @contextmanager
-def opened_upload(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
-    """Prepare the files in a temporary directory, and claim the destination for the output of `count` processes."""
+def opened_upload(conversion: Conversion, share_count: int) -> Iterator[OutputUpload]:
+    """Prepare the files in a temporary directory, and claim the destination for `share_count` processes."""
     for draft in conversion.drafts:
         if draft.writer.repeats:
             message = f"`{draft.writer.name}` repeats data in several files, which needs a local disk"
@@ -113,9 +113,9 @@ def opened_upload(conversion: Conversion, count: int) -> Iterator[OutputUpload]:
             plans.append(replace(plan, targets=tuple(reversed(places.values()))))
         sizes, marks = conversion.file_sizes, markers_to_send_last(conversion, plans)
         sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
-        key = blake2b(conversion.sharing_key(count), digest_size=16).hexdigest()
+        key = blake2b(conversion.shared_options_key(share_count), digest_size=16).hexdigest()
         destination = open_destination(conversion.output, sizes, marks, plan=key, is_file=conversion.is_file)
-        if count > 1:
+        if share_count > 1:
             destination.read_notes()  # raises for a store without notes before anything is claimed
         by_training = conversion.is_training_file
         check = partial(marker_files_in_store, conversion.output, conversion.file_sizes, output_is_training=by_training)
@@ -194,7 +194,7 @@ class OutputUpload:
     def copy_share(self, assembly: Assembly, share: Share) -> list[Ledger]:
         """Copy a share of each plan into the pieces."""
         options = self.conversion.options
-        total = sum(plan.whole_nbytes for plan in self.plans) // share.count
+        total = sum(plan.destination_nbytes for plan in self.plans) // share.count
         progress = make_progress_reporter(options.progress, total)
         return [
             copy_by_plan(

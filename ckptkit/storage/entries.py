@@ -21,7 +21,7 @@ from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_g
 
 from ckptkit.errors import Corrupt, Unsupported, errors_at
 from ckptkit.formats.archives.write_archive import make_zip_template
-from ckptkit.formats.archives.zip_entries import check_archive_in_memory
+from ckptkit.formats.archives.zip_entries import verify_archive_in_memory
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Blob, Layout
 
@@ -66,7 +66,7 @@ class ReadArray(np.ndarray[Any, Any]):
         return self.view(np.ndarray).__reduce__()
 
 
-def read_scalar(dtype: object, data: bytes) -> Any:
+def read_numpy_scalar(dtype: object, data: bytes) -> Any:
     """Return a numpy scalar. Raises `UnpicklingError` unless it is a plain number or fixed-length text."""
     if not isinstance(dtype, ReadDtype):
         raise pickle.UnpicklingError("a numpy scalar without a dtype")
@@ -83,7 +83,7 @@ STAND_INS: list[tuple[Callable[..., Any], str]] = [
     (ReadDtype, "numpy.dtype"),
     (empty_bytes, "builtins.bytes"),
     *((ReadArray, f"{core}.multiarray._reconstruct") for core in ("numpy._core", "numpy.core")),
-    *((read_scalar, f"{core}.multiarray.scalar") for core in ("numpy._core", "numpy.core")),
+    *((read_numpy_scalar, f"{core}.multiarray.scalar") for core in ("numpy._core", "numpy.core")),
 ]
 
 
@@ -127,7 +127,7 @@ def archive_bytes_of(blob: Blob, path: Path) -> bytes:
         return archive
     with opening(path) as file:
         data = read_at(file, blob.length, blob.offset)
-    check_archive_in_memory(data)
+    verify_archive_in_memory(data)
     return data
 
 

@@ -114,7 +114,7 @@ def spec_and_box_of_item(item: WriteItem) -> tuple[Spec, Box]:
     return spec, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
 
 
-def split_items(items: Iterable[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
+def split_tensors_and_entries(items: Iterable[WriteItem]) -> tuple[list[WriteItem], list[WriteItem]]:
     """Return the items of tensors, and those of non-tensor entries."""
     tensors: list[WriteItem] = []
     entries: list[WriteItem] = []

@@ -69,7 +69,7 @@ class Portion:
         chunks = {(chunk.path, chunk.offset): chunk for chunk in stored}
         checksums = {place: crc32_from_contributions(sums[place], chunk.length) for place, chunk in chunks.items()}
         finalize_files(writer, written_layout, checksums)
-        write_manifest(written_layout, checksums, {*sizes, *blobs}, anew=True, entries=chain(*blobs.values()))
+        write_manifest(written_layout, checksums, {*sizes, *blobs}, must_be_new=True, entries=chain(*blobs.values()))
 
     def _embed_entries(
         self, writer: FormatWriter, options: WriterOptions, results: Iterable[WriteResult]
@@ -82,7 +82,7 @@ class Portion:
         if not blobs:
             return {}
         assert isinstance(writer, EntryWriter)
-        write_patches(self.root, writer.patches_for_entries(replace(self.planned, blobs=blobs), options))
+        write_patches(self.root, writer.patches_for_non_tensors(replace(self.planned, blobs=blobs), options))
         extents: dict[str, list[Extent]] = {}
         for name, blob in blobs.items():
             extents.setdefault(blob.path, []).append(Extent(blob.path, blob.offset, blob.length, blob.crc32, name))
@@ -92,15 +92,15 @@ class Portion:
         return extents
 
 
-def split_model_from_training(planned: Layout, to: str) -> tuple[Portion, ...]:
+def split_model_from_training(planned: Layout, format_name: str) -> tuple[Portion, ...]:
     """Return the portions of a checkpoint in this format, for the entries of a state.
 
     A format without non-tensor entries gets the model's weights under the model's own names; everything else gets its
     own directory. Several models, and tensors among which no model is recognizable, are not divided. Raises
     `Unsupported` if a non-tensor entry is among the weights, or if it is ambiguous which tensors are the weights.
     """
-    whole = (Portion("", to, planned, {name: name for name in planned.names}),)
-    if isinstance(get_writer(to), EntryWriter):
+    whole = (Portion("", format_name, planned, {name: name for name in planned.names}),)
+    if isinstance(get_writer(format_name), EntryWriter):
         return whole
     try:
         prefix, training_at = find_model_key_and_training_state(planned)
@@ -119,9 +119,9 @@ def split_model_from_training(planned: Layout, to: str) -> tuple[Portion, ...]:
             )
     model = edits.rename_tensors(planned, weights)
     if len(weights) == len(planned.names):
-        return (Portion("", to, model, weights),)
+        return (Portion("", format_name, model, weights),)
     beside = replace(edits.select_entries(planned, lambda name: name not in weights), root=planned.root / TRAINING)
     return (
-        Portion("", to, model, weights),
+        Portion("", format_name, model, weights),
         Portion(TRAINING, _TRAINING_FORMAT, beside, {name: name for name in beside.names}),
     )

@@ -41,7 +41,7 @@ from ckptkit.layout.box import Box
 from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB, KEEP, require_known_family_name
-from ckptkit.models.names.naming import name_training
+from ckptkit.models.names.naming import name_checkpoint
 from ckptkit.state.names import NameOptions, collect_name_arguments
 from ckptkit.storage.entries import entry_as_torch_save
 from ckptkit.storage.memory import (
@@ -143,25 +143,27 @@ class LayoutReader(StorageReader):
             if all(getattr(cls, step, None) is getattr(DefaultLoadPlanner, step) for step in _PLANNER_STEPS):
                 self._read_all_at_once(items, planner, terms)
             else:
-                self._read_in_turn(items, planner, terms)
+                self._read_one_by_one(items, planner, terms)
         terms.fill_missing(missing, wanted)
         return completed_future(None)
 
     def _read_all_at_once(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Read all items into the tensors of the state, after a check of the dtypes of all."""
-        tensors = [resolve_tensors(tensors_in_order(layout, own), planner) for layout, own in self._with_layouts(items)]
+        tensors = [
+            resolve_tensors(tensor_items_by_offset(layout, own), planner) for layout, own in self._with_layouts(items)
+        ]
         for layout, resolved in zip(self.layouts, tensors, strict=True):
             terms.check_casts(specs_and_targets_of(layout, resolved))
         for (layout, own), resolved in zip(self._with_layouts(items), tensors, strict=True):
             read_entries(layout, own, planner)
             read_tensors(layout, resolved, planner)
 
-    def _read_in_turn(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
+    def _read_one_by_one(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Resolve, read and commit one item after the other: the planner may return the same tensor for all of them."""
         for layout, own in self._with_layouts(items):
             read_entries(layout, own, planner)
             ledger = Ledger()
-            for item in tensors_in_order(layout, own):
+            for item in tensor_items_by_offset(layout, own):
                 name = item.storage_index.fqn
                 only = replace(layout, tensors={name: layout.tensors[name]}, blobs={}, keys={})
                 resolved = resolve_tensors([item], planner)
@@ -235,7 +237,7 @@ class Reader(LayoutReader):
         config = self.named.find_config_of(checkpoint)
         layout = restore_tied(with_state_of_rank(checkpoint.model_component.layout, self.rank), config or {})
         (layout,) = self.named.rename_layouts([layout])
-        layout, _ = name_training(layout, collect_name_arguments(checkpoint, self.names, config, self.named.table))
+        layout, _ = name_checkpoint(layout, collect_name_arguments(checkpoint, self.names, config, self.named.table))
         model = edits.nest_below_key(layout, tuple(self.under.split("."))) if self.under else layout
         others = (part.layout for part in checkpoint.components if part is not checkpoint.model_component)
         return (model, *(with_state_of_rank(other, self.rank) for other in others))
@@ -331,7 +333,7 @@ def first_byte_location(tensor: StoredTensor) -> tuple[str, int]:
     return first.path, first.offset
 
 
-def tensors_in_order(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
+def tensor_items_by_offset(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
     """Return the tensor items of a plan, in the order of the files."""
     tensors = (item for item in plan if item.type == LoadItemType.TENSOR)
     return sorted(tensors, key=lambda item: first_byte_location(layout.tensors[item.storage_index.fqn]))
@@ -371,7 +373,7 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
     tied = first_name_by_tied_name(tensors)
     # otherwise the last read would silently win
     duplicates = {label: torch.empty_like(tensors[label]) for label in tied}
-    with through_cpu_if_split(layout, items, {**tensors, **duplicates}) as filled:
+    with split_tensors_on_cpu(layout, items, {**tensors, **duplicates}) as filled:
         needed = edits.cast_to_specs(replace(restrict_to_needed(layout, wanted), keys={}), wanted.specs)
         read_targets(make_plan(locate_all_chunks(needed), wanted), filled, ledger)
     for label, one in tied.items():
@@ -382,7 +384,7 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
 
 
 @contextmanager
-def through_cpu_if_split(
+def split_tensors_on_cpu(
     layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]
 ) -> Iterator[Mapping[str, Tensor]]:
     """Provide CPU memory instead of device tensors whose rows are stored in another order; copies it back at the end.

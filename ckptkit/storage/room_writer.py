@@ -44,11 +44,11 @@ from ckptkit.storage.plans import (
     resolve_entry,
     resolve_tensor,
     spec_and_box_of_item,
-    split_items,
+    split_tensors_and_entries,
     with_cached_plans,
 )
 from ckptkit.storage.portions import Portion, split_model_from_training
-from ckptkit.storage.small_files import SmallFile, to_bytes
+from ckptkit.storage.small_files import SmallFile, small_files_to_bytes
 
 _MODEL_FORMAT = "hf"  # this format stores only tensors of a model
 
@@ -87,7 +87,7 @@ class RoomWriter(PlannedWriter):
         self.path = self.parse_id(room)
         self.sync = sync
         self._format = format
-        self._files = to_bytes(files, self.room, get_writer(format))
+        self._files = small_files_to_bytes(files, self.room, get_writer(format))
         self._max_shard_size = max_shard_size
         self._tied = dict(tied or {})
         self._portions: tuple[Portion, ...] = ()  # set on the coordinator, from plan to finish
@@ -122,7 +122,7 @@ class RoomWriter(PlannedWriter):
         # before any file is created: a full disk in the middle of a save costs the training time
         require_free_space(self.room, sum(chain(*(sizes.values() for sizes in self._sizes.values()))))
         for directory, files in files_by_directory.items():
-            create_files(self.room / directory, files, anew=True)
+            create_files(self.room / directory, files, must_be_new=True)
         tasks = []
         for rank, plan in enumerate(plans):
             names = [item.index.fqn for item in plan.items]
@@ -144,7 +144,7 @@ class RoomWriter(PlannedWriter):
         task: Task = plan.storage_data
         results: list[WriteResult] = []
         for (place, to), names in task.portions.items():
-            tensors, entries = split_items(item for item in plan.items if item.index.fqn in names)
+            tensors, entries = split_tensors_and_entries(item for item in plan.items if item.index.fqn in names)
             results += self._write_tensors(task.root / place, to, tensors, names, planner)
             if entries:
                 writer = get_writer(to)
@@ -153,9 +153,11 @@ class RoomWriter(PlannedWriter):
         return completed_future(results)
 
     def _write_tensors(
-        self, root: Path, to: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
+        self, root: Path, format_name: str, items: list[WriteItem], names: Mapping[str, str], planner: SavePlanner
     ) -> list[WriteResult]:
-        layout = locate_all_chunks(read_output_layout(get_writer(to), root, {names[item.index.fqn] for item in items}))
+        layout = locate_all_chunks(
+            read_output_layout(get_writer(format_name), root, {names[item.index.fqn] for item in items})
+        )
         with OpenFiles(root, writable=True) as files:
             pieces = PieceWriter(files)
             results = []
@@ -272,7 +274,7 @@ class PieceWriter:
         total = 0
         for block in cut_box(shared, BLOCK_BYTES // itemsize):
             data = read_row_major(view_of_box(tensor, block.relative_to(box)), self._buffers[tensor.device])
-            starts, length = runs_of(block, chunk.box)
+            starts, length = contiguous_ranges_in_chunk(block, chunk.box)
             nbytes = length * itemsize
             for i, start in enumerate(starts):
                 span, at = data[i * nbytes : (i + 1) * nbytes], start * itemsize
@@ -281,13 +283,13 @@ class PieceWriter:
         return total
 
 
-def runs_of(box: Box, chunk: Box) -> tuple[list[int], int]:
+def contiguous_ranges_in_chunk(box: Box, chunk_box: Box) -> tuple[list[int], int]:
     """Return where the contiguous ranges of a box start in the memory of a chunk, in row-major order, and their length.
 
     All in elements. A box of full rows is a single range; a box of some columns has a range per row.
     """
-    inner, steps = box.relative_to(chunk), row_major_strides(chunk.size)
-    axis = next((d for d in range(len(steps)) if box.size[d + 1 :] == chunk.size[d + 1 :]), 0)
+    inner, steps = box.relative_to(chunk_box), row_major_strides(chunk_box.size)
+    axis = next((d for d in range(len(steps)) if box.size[d + 1 :] == chunk_box.size[d + 1 :]), 0)
     starts = [sum(map(mul, inner.start, steps))]
     for size, step in zip(box.size[:axis], steps[:axis], strict=True):
         starts = [start + i * step for start in starts for i in range(size)]

@@ -28,7 +28,7 @@ class Config(Protocol):
 SmallFile = bytes | str | Mapping[str, Any] | Path | Config
 
 
-def to_bytes(files: Mapping[str, SmallFile] | None, root: Path, writer: FormatWriter) -> dict[str, bytes]:
+def small_files_to_bytes(files: Mapping[str, SmallFile] | None, root: Path, writer: FormatWriter) -> dict[str, bytes]:
     """Return the content of each file: a `Path` is read, a dict or config becomes JSON. `root` is the destination.
 
     Raises `Usage` for any other value and for a name that the checkpoint's own files have, `Unsafe` for a name with

@@ -32,7 +32,7 @@ from ckptkit.formats.dcp.write import (
     append_item,
     bytes_around_data,
     checksum_of_items,
-    dump_metadata,
+    pickled_metadata_with_blobs,
     size_of_file,
     template_of_chunk,
 )
@@ -56,11 +56,11 @@ from ckptkit.storage.plans import (
     resolve_entry,
     resolve_tensor,
     spec_and_box_of_item,
-    split_items,
+    split_tensors_and_entries,
     with_cached_plans,
     written_entries,
 )
-from ckptkit.storage.small_files import SmallFile, to_bytes
+from ckptkit.storage.small_files import SmallFile, small_files_to_bytes
 
 FORMAT = "dcp"
 _MARKS = (MANIFEST, METADATA)
@@ -101,7 +101,7 @@ class StoreWriter(PlannedWriter):
     ) -> None:
         super().__init__()
         self.path = path
-        self._files = to_bytes(files, path, get_writer(FORMAT))
+        self._files = small_files_to_bytes(files, path, get_writer(FORMAT))
         self._overwrite = overwrite
         self._takes_over = takes_over
         self._begun: Path | None = None  # destination of this writer's unfinished save
@@ -120,7 +120,10 @@ class StoreWriter(PlannedWriter):
         """Claim the destination, and return the plans with the task of each rank."""
         plans = with_cached_plans(plans, self.path)
         planned = plan_layout(plans, self.path)
-        items = {tensors_file_name(rank): lay_out_items(split_items(plan.items)[0]) for rank, plan in enumerate(plans)}
+        items = {
+            tensors_file_name(rank): lay_out_shard_items(split_tensors_and_entries(plan.items)[0])
+            for rank, plan in enumerate(plans)
+        }
         sizes = {name: size_of_file(own_items) for name, own_items in items.items()}
         upload = uuid4().hex
         destination = open_destination(self.path, sizes, _MARKS, plan=upload)
@@ -154,7 +157,7 @@ class StoreWriter(PlannedWriter):
                 self.path, {tensors_file_name(task.rank): task.nbytes}, _MARKS, plan=task.plan
             )
             destination.join_upload()
-        tensors, entries = split_items(plan.items)
+        tensors, entries = split_tensors_and_entries(plan.items)
         results = [
             *send_tensors(destination, task, tensors, planner),
             *send_entries(destination, task, entries, planner),
@@ -169,7 +172,7 @@ class StoreWriter(PlannedWriter):
         all_results = list(chain(*results))
         checksums = collect_checksums(all_results, items, self.path)
         entries = [result.storage_data for result in all_results if isinstance(result.storage_data, Blob)]
-        described = dump_metadata(planned, items, written_entries(all_results, planned))
+        described = pickled_metadata_with_blobs(planned, items, written_entries(all_results, planned))
         small = {**self._files, METADATA: described}
         sums = {
             name: FileSum(size_of_file(own), checksum_of_items(own, checksums[name]))
@@ -209,7 +212,7 @@ def require_no_checkpoint_at(path: Path) -> None:
         raise destination_exists_error(path)
 
 
-def lay_out_items(tensors: Iterable[WriteItem]) -> list[ShardItem]:
+def lay_out_shard_items(tensors: Iterable[WriteItem]) -> list[ShardItem]:
     """Return the positions of a rank's tensors in its file. Raises `Unsupported` for a quantized dtype."""
     items: list[ShardItem] = []
     for tensor in tensors:
@@ -223,7 +226,7 @@ def send_tensors(
     destination: Destination, task: SendTask, items: list[WriteItem], planner: SavePlanner
 ) -> list[WriteResult]:
     """Send the file with a rank's shards. Returns the CRC-32 of each shard's data, by file and offset."""
-    placed = lay_out_items(items)
+    placed = lay_out_shard_items(items)
     if size_of_file(placed) != task.nbytes:
         raise Mismatch(f"the planner changed its plan: expected {task.nbytes} bytes, found {size_of_file(placed)}")
     name = tensors_file_name(task.rank)

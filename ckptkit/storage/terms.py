@@ -216,12 +216,12 @@ class LoadTerms:
         text = f"{count(len(names), 'entry', 'is')} not in the checkpoint, and {done}: {names_with_rest_count(names)}"
         warn(text, PartialLoad)
 
-    def check_casts(self, found: Iterable[tuple[str, Spec, Tensor]]) -> None:
+    def check_casts(self, specs_and_targets: Iterable[tuple[str, Spec, Tensor]]) -> None:
         """Raise `Mismatch` for tensors whose dtype differs from the checkpoint's, unless casts are allowed."""
         if self.cast == ALLOW:
             return
         changed: dict[str, str] = {}
-        for name, spec, tensor in found:
+        for name, spec, tensor in specs_and_targets:
             ours = str(tensor.dtype).removeprefix("torch.")
             if ours != spec.dtype.name:
                 changed[name] = (

@@ -49,17 +49,21 @@ FOREIGN = {
 
 
 @cache
-def rows_of(table: str) -> tuple[Any, ...]:
+def rows_of_all_trainers(table: str) -> tuple[Any, ...]:
     """Return the rows of a table such as "step_keys", trainer by trainer; of a mapping its keys."""
     return tuple(row for trainer in TRAINERS.values() for row in getattr(trainer, table))
 
 
 # file ("" for the checkpoint's own entries) and key path of the step of a checkpoint, and of the best one of a run
-step_keys, best_keys = partial(rows_of, "step_keys"), partial(rows_of, "best_keys")
-best_trackers = partial(rows_of, "best_trackers")  # files that name the best checkpoint of a run, not the latest
-unfinished_names = partial(rows_of, "unfinished")  # files that are in a checkpoint only while its trainer writes it
-companion_directories = partial(rows_of, "companions")  # they may contain config and tokenizer
-module_change_directories = partial(rows_of, "changes")  # they describe changes of the model's modules
+step_keys, best_keys = partial(rows_of_all_trainers, "step_keys"), partial(rows_of_all_trainers, "best_keys")
+best_trackers = partial(
+    rows_of_all_trainers, "best_trackers"
+)  # files that name the best checkpoint of a run, not the latest
+unfinished_names = partial(
+    rows_of_all_trainers, "unfinished"
+)  # files that are in a checkpoint only while its trainer writes it
+companion_directories = partial(rows_of_all_trainers, "companions")  # they may contain config and tokenizer
+module_change_directories = partial(rows_of_all_trainers, "changes")  # they describe changes of the model's modules
 
 
 def find_number_in(name: str, table: str) -> int | None:
@@ -68,16 +72,18 @@ def find_number_in(name: str, table: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_listed(table: str, name: str) -> bool:
+def matches_table_pattern(table: str, name: str) -> bool:
     return any(matches_in_table(table, name))
 
 
-is_whole = partial(is_listed, "complete_folders")  # a directory with the full checkpoint
-is_exported = partial(is_listed, "exported")  # a file with weights for inference, beside the full training state
-is_beside_model = partial(is_listed, "others")  # a directory with everything except the model
-is_description = partial(is_listed, "descriptions")  # a file that describes only the weights beside it
-is_optional_state = partial(is_listed, "optional_state")  # per-rank state that its trainer can do without
-is_last = partial(is_listed, "last")  # the last checkpoint of a run, whatever its step
+is_whole = partial(matches_table_pattern, "complete_folders")  # a directory with the full checkpoint
+is_exported = partial(
+    matches_table_pattern, "exported"
+)  # a file with weights for inference, beside the full training state
+is_beside_model = partial(matches_table_pattern, "others")  # a directory with everything except the model
+is_description = partial(matches_table_pattern, "descriptions")  # a file that describes only the weights beside it
+is_optional_state = partial(matches_table_pattern, "optional_state")  # per-rank state that its trainer can do without
+is_last = partial(matches_table_pattern, "last")  # the last checkpoint of a run, whatever its step
 
 
 def find_owner_rank_of_file(name: str) -> int | None:
@@ -102,7 +108,7 @@ def find_owner_rank_of_key(key: KeyPath) -> int | None:
 
 @cache
 def per_rank_key_patterns() -> tuple[tuple[re.Pattern[str], ...], ...]:
-    return tuple(tuple(map(re.compile, patterns)) for patterns in rows_of("own_keys"))
+    return tuple(tuple(map(re.compile, patterns)) for patterns in rows_of_all_trainers("own_keys"))
 
 
 def is_other_component_name(name: str) -> bool:
@@ -115,7 +121,7 @@ def find_key_for_file(name: str, step: int | None, names: Collection[str]) -> st
 
     The model is a directory with these `names`, or else a file of this `step`.
     """
-    for pattern, key, companion in files_beside():
+    for pattern, key, companion in files_beside_model():
         match = pattern.fullmatch(name)
         if match and companion in (None, *names):
             groups = match.groupdict()
@@ -125,11 +131,11 @@ def find_key_for_file(name: str, step: int | None, names: Collection[str]) -> st
 
 
 def is_beside_file_with_step(name: str) -> bool:
-    return any("step" in pattern.groupindex and pattern.fullmatch(name) for pattern, _, _ in files_beside())
+    return any("step" in pattern.groupindex and pattern.fullmatch(name) for pattern, _, _ in files_beside_model())
 
 
 @cache
-def files_beside() -> tuple[tuple[re.Pattern[str], str, str | None], ...]:
+def files_beside_model() -> tuple[tuple[re.Pattern[str], str, str | None], ...]:
     """Return the files that belong to a model: pattern, key, and the file that must be beside them, if any."""
     return tuple(
         (re.compile(pattern), key, trainer.beside_of.get(pattern))
@@ -140,17 +146,17 @@ def files_beside() -> tuple[tuple[re.Pattern[str], str, str | None], ...]:
 
 def is_training_state(name: str) -> bool:
     """Return whether a file of this name has training state, which a model for inference does not need."""
-    is_beside = any(pattern.fullmatch(name) and not key.startswith("model") for pattern, key, _ in files_beside())
-    return is_beside or is_listed("states", name) or is_record(name)
+    is_beside = any(pattern.fullmatch(name) and not key.startswith("model") for pattern, key, _ in files_beside_model())
+    return is_beside or matches_table_pattern("states", name) or is_bookkeeping_file_name(name)
 
 
 def is_checkpoint_file_name(name: str) -> bool:
     """Return whether a trainer gives this name to a file of one of its checkpoints."""
-    is_beside = any(pattern.fullmatch(name) for pattern, _, _ in files_beside())
-    return is_beside or is_listed("ranks", name) or is_record(name)
+    is_beside = any(pattern.fullmatch(name) for pattern, _, _ in files_beside_model())
+    return is_beside or matches_table_pattern("ranks", name) or is_bookkeeping_file_name(name)
 
 
-def is_record(name: str) -> bool:
+def is_bookkeeping_file_name(name: str) -> bool:
     """Return whether a file of this name is a tracker, has metrics, or has the state of one rank."""
     return is_tracker(name) or name in metrics_files() or find_owner_rank_of_file(name) is not None
 
@@ -161,12 +167,12 @@ def is_copied_unchanged(name: str, beside: Iterable[str]) -> bool:
 
 
 def is_tracker(name: str) -> bool:
-    return any(name in rows_of(table) for table in ("trackers", "best_trackers", "json_trackers"))
+    return any(name in rows_of_all_trainers(table) for table in ("trackers", "best_trackers", "json_trackers"))
 
 
 def is_run_file_name(name: str) -> bool:
     """Return whether trainers put a file of this name into a run, possibly before its first checkpoint."""
-    return name in rows_of("of_runs") or is_tracker(name) or is_progress_file(name)
+    return name in rows_of_all_trainers("of_runs") or is_tracker(name) or is_progress_file(name)
 
 
 def is_progress_file(name: str) -> bool:
@@ -188,7 +194,9 @@ def find_completion_marker(path: Path) -> str | None:
 
 def is_commit_marker(name: str) -> bool:
     """Return whether a file of this name marks the end of the save that it belongs to."""
-    return is_listed("commits", name) or any(name in trainer.markers.values() for trainer in TRAINERS.values())
+    return matches_table_pattern("commits", name) or any(
+        name in trainer.markers.values() for trainer in TRAINERS.values()
+    )
 
 
 def metrics_files() -> dict[str, MetricsFile]:
@@ -202,7 +210,7 @@ def library_of_config(config: Mapping[str, object]) -> ConfigOf:
     return next((known for known in configs if config.keys() >= set(known.keys)), ConfigOf("an unknown library", ()))
 
 
-def find_unread(names: Iterable[str]) -> Unread | None:
+def find_unreadable_file(names: Iterable[str]) -> Unread | None:
     """Return the description of a trainer's file that ckptkit does not read, if one of the names is one."""
     return find_in_tables([trainer.unread for trainer in TRAINERS.values()], sorted(names))
 
@@ -242,7 +250,7 @@ def matches_in_table(table: str, name: str) -> Iterator[re.Match[str]]:
 
 @cache
 def patterns_of_table(table: str) -> tuple[re.Pattern[str], ...]:
-    return tuple(map(re.compile, rows_of(table)))
+    return tuple(map(re.compile, rows_of_all_trainers(table)))
 
 
 def name_without_suffixes(name: str) -> str:

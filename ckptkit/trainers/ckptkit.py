@@ -12,7 +12,7 @@ TRAINING = "training"  # beside a model in Hugging Face's format: its training s
 _OWN = {"step", "model", "optim", "scheduler", "progress"}  # the entries of one save
 
 
-def find_title_if_written(evidence: Evidence) -> str | None:
+def find_ckptkit_title(evidence: Evidence) -> str | None:
     """Return ckptkit's title if a manifest names the source, or all entries of ckptkit's training loop are there."""
     source = evidence.read_source()
     if source:
@@ -27,7 +27,7 @@ def to_float_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 CKPTKIT = TrainerFacts(
     name="ckptkit",
-    wrote=find_title_if_written,
+    wrote=find_ckptkit_title,
     steps=("ckpt-([0-9]{1,18})",),
     others=(TRAINING,),
     states=(r"tokens\.(?:bin|json)",),

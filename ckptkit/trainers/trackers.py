@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptkit import trainers
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, translate_os_errors
-from ckptkit.io.file import find_linked_entry, list_children, read_small
+from ckptkit.io.file import find_link_target_entry, list_children, read_small
 from ckptkit.trainers import find_step_of_path, is_like_checkpoint, name_without_suffixes
 
 _LIMIT = 1 << 10  # bytes
@@ -93,12 +93,12 @@ def trackers_in(root: Path) -> list[Tracker]:
     return trackers_found
 
 
-def checkpoints_mentioned_in(path: Path, named: Mapping[str, str]) -> Iterator[Tracker]:
+def checkpoints_mentioned_in(path: Path, names_by_stem: Mapping[str, str]) -> Iterator[Tracker]:
     """Yield the checkpoint that a small file of any name mentions as the latest or the best.
 
-    `named` are the checkpoints beside it by their names without suffix. A kind of key with several checkpoints counts
-    for none of them. Neither does the highest step, which is kept anyway. A file with the step in its own name belongs
-    to that checkpoint.
+    `names_by_stem` are the checkpoints beside it by their names without suffix. A kind of key with several checkpoints
+    counts for none of them. Neither does the highest step, which is kept anyway. A file with the step in its own name
+    belongs to that checkpoint.
     """
     if path.is_symlink() or not path.is_file() or trainers.is_progress_file(path.name):
         return
@@ -107,8 +107,10 @@ def checkpoints_mentioned_in(path: Path, named: Mapping[str, str]) -> Iterator[T
     pairs = keys_and_values_in(path, status.st_size, status.st_mtime_ns) if status.st_size <= _LIMIT_OF_NOTES else ()
     mentioned: dict[str, set[str]] = {}
     for keys, value in pairs:
-        mentioned.setdefault(tracker_kind_of_keys(keys), set()).update(names_meant_by(keys[-1], value, named))
-    highest = max(named.values(), key=lambda name: find_step_of_path(Path(name_without_suffixes(name))) or 0)
+        mentioned.setdefault(tracker_kind_of_keys(keys), set()).update(
+            checkpoint_names_in_value(keys[-1], value, names_by_stem)
+        )
+    highest = max(names_by_stem.values(), key=lambda name: find_step_of_path(Path(name_without_suffixes(name))) or 0)
     for kind, names in mentioned.items():
         own = {int(number) for number in re.findall(r"[0-9]{1,18}", path.name)}
         if (
@@ -128,18 +130,18 @@ def tracker_kind_of_keys(keys: Keys) -> str:
     return next(filter(None, kinds), "")
 
 
-def names_meant_by(key: str, value: object, named: Mapping[str, str]) -> Iterator[str]:
+def checkpoint_names_in_value(key: str, value: object, names_by_stem: Mapping[str, str]) -> Iterator[str]:
     """Yield the checkpoints whose name or step is the value of a key."""
     if isinstance(value, str):
         tokens = {token.rstrip(".:") for token in (*_TOKEN.findall(value), *_TOKEN.findall(value.partition("=")[2]))}
-        yield from (name for stem, name in named.items() if tokens & {stem, name})
+        yield from (name for stem, name in names_by_stem.items() if tokens & {stem, name})
     text = value.strip() if isinstance(value, str) else str(value)
     if type(value) in (int, str) and text.isascii() and text.isdecimal() and _OF_STEP.fullmatch(key):
-        yield from (name for stem, name in named.items() if find_step_of_path(Path(stem)) == int(text))
+        yield from (name for stem, name in names_by_stem.items() if find_step_of_path(Path(stem)) == int(text))
 
 
 @lru_cache(maxsize=4096)  # every checkpoint that may be deleted needs the pairs of all files
-def keys_and_values_in(path: Path, size: int, changed: int) -> tuple[tuple[Keys, object], ...]:  # noqa: ARG001
+def keys_and_values_in(path: Path, size: int, modified_ns: int) -> tuple[tuple[Keys, object], ...]:  # noqa: ARG001
     """Return the keys and values in a small file of JSON, CSV or text."""
     try:
         text = decode_utf_text(read_small(path, size))
@@ -204,7 +206,7 @@ def find_tracker_target(path: Path) -> str | None:
     """
     with translate_os_errors(path):
         if path.is_symlink():
-            return find_linked_entry(path.parent, os.readlink(path))
+            return find_link_target_entry(path.parent, os.readlink(path))
         if not trainers.is_tracker(path.name) or not path.is_file():
             return None
     keys = trainers.json_trackers().get(path.name)

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from ckptkit.errors import Usage, choose_from, translate_os_errors
+from ckptkit.errors import Usage, hint_on_choices, translate_os_errors
 from ckptkit.io.destination import require_multi_process_store
 from ckptkit.io.file import read_small
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
@@ -139,7 +139,7 @@ LEAST = {
 
 def require_local_paths(config: TrainConfig) -> None:
     """Raise `Usage` for a run or data path that is in a store although it must be local."""
-    require_storable(config.run, config.state_dict)
+    require_savable_to_store(config.run, config.state_dict)
     if config.tensorboard and is_remote(config.run):
         hint = "drop --tensorboard, because metrics.jsonl has the same metrics, or train into a local directory"
         raise Usage("TensorBoard appends to its files, which a store cannot do", path=config.run, hint=hint)
@@ -147,7 +147,7 @@ def require_local_paths(config: TrainConfig) -> None:
         raise Usage("ckptkit trains on local data only", path=config.data, hint="copy the data to this machine")
 
 
-def require_storable(run: Path, state_dict: str) -> None:
+def require_savable_to_store(run: Path, state_dict: str) -> None:
     """Raise `Usage` if a run cannot save to a store in this format, because several ranks would write one object."""
     require_multi_process_store(run)
     if is_remote(run) and state_dict not in _IN_STORES:
@@ -224,7 +224,7 @@ def parse_settings(values: Mapping[str, Any], path: Path | None = None) -> dict[
     """
     for name in values.keys() - train_settings().keys():
         near = get_close_matches(name, train_settings())
-        raise Usage(f"unknown setting `{name}`", path=path, hint=choose_from(near or train_settings()))
+        raise Usage(f"unknown setting `{name}`", path=path, hint=hint_on_choices(near or train_settings()))
     return {name: parse_setting(name, value, path) for name, value in values.items()}
 
 

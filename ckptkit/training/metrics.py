@@ -45,13 +45,15 @@ class StepMetrics:
     checkpoint: str | None = None
 
 
-def flops_per_token(parameters: int, layers: int, attention_width: int, length: int, *, frozen: int = 0) -> int:
+def flops_per_token(
+    parameters: int, layers: int, attention_width: int, sequence_length: int, *, frozen: int = 0
+) -> int:
     """Return the FLOPs of training per token, forward and backward: 6 per parameter, 12 per attended position.
 
     This is the convention of PaLM's appendix B: causal attention counts in full, recomputation does not count.
     Each of the `frozen` parameters counts 4, because backward does not compute its gradient.
     """
-    return 6 * parameters - 2 * frozen + 12 * layers * attention_width * length
+    return 6 * parameters - 2 * frozen + 12 * layers * attention_width * sequence_length
 
 
 def peak_flops(device_type: str, dtype: torch.dtype) -> float | None:
@@ -107,7 +109,7 @@ class Log(AbstractContextManager["Log"]):
                     self._board.add_scalar(name, value, step.step)
 
 
-def drop_steps_after(run: Path, step: int) -> None:
+def drop_metrics_after_step(run: Path, step: int) -> None:
     """Remove the steps after `step` from a run's metrics, because the resumed run repeats them. Raises `Corrupt`."""
     path = run / METRICS
     lines = read_current_content(path).decode(errors="replace").splitlines(keepends=True)

@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
+from ckptkit.checkpoints.checkpoint import Checkpoint, step_checkpoints_in_run
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
 from ckptkit.io.disk import move_directory_into_place
@@ -36,7 +36,7 @@ def find_resume_candidates(config: TrainConfig) -> list[Path]:
         hint = "continue with --resume auto, or pass another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
     if config.resume is None or (config.resume == AUTO and not complete):
-        require_no_unfinished(config.run)
+        require_no_unfinished_checkpoints(config.run)
         return []
     if config.resume == AUTO:
         complete[0].require_resumable()
@@ -46,7 +46,7 @@ def find_resume_candidates(config: TrainConfig) -> list[Path]:
     if not chosen.is_complete:
         raise NotACheckpoint("the checkpoint is not complete: cannot resume", path=chosen.path)
     if not complete:
-        require_no_unfinished(config.run)
+        require_no_unfinished_checkpoints(config.run)
     chosen_path = chosen.path.resolve()
     # the run would repeat later steps, and would mix metrics and checkpoints of two trainings
     later = [*takewhile(lambda checkpoint: checkpoint.path.resolve() != chosen_path, complete)][::-1]
@@ -63,12 +63,12 @@ def find_resume_candidates(config: TrainConfig) -> list[Path]:
     return [chosen.path]
 
 
-def require_no_unfinished(run: Path) -> None:
+def require_no_unfinished_checkpoints(run: Path) -> None:
     """Raise `Occupied` if a local run has unfinished checkpoints, because a save of the same step would fail.
 
     In a store a save replaces an unfinished checkpoint of the same step.
     """
-    names = [checkpoint.name for checkpoint in ([] if is_remote(run) else checkpoints_named_in_run(run))]
+    names = [checkpoint.name for checkpoint in ([] if is_remote(run) else step_checkpoints_in_run(run))]
     if names:
         message = f"the run has only unfinished checkpoints: {', '.join(names)}"
         raise Occupied(message, path=run, hint="move them away, or pass another run")
@@ -87,7 +87,7 @@ def first_readable_checkpoint(candidates: Sequence[Path]) -> Path:
     raise errors[0]
 
 
-def load_newest(
+def load_newest_undamaged(
     trainer: Trainer, run: Run, candidates: Sequence[Path], ranks: Ranks, warn: Callable[[str], None]
 ) -> None:
     """Load the first undamaged checkpoint of `candidates`, on all ranks.

@@ -75,7 +75,7 @@ class Fsdp1:
     def shard_model(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
         """Shard `model`. Units are materialized one at a time, and each is sharded before the next."""
         if self.mesh.shape[-1] == 1 or self.config.strategy == "ddp":
-            require_trained_units(blueprint, model)
+            require_trainable_fsdp_units(blueprint, model)
         device = (
             torch.device("cpu") if self.mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         )
@@ -123,12 +123,12 @@ class Fsdp1:
             raise Usage(message, hint="pass --wrap block, or an untied model")
         return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
 
-    def clip_gradients(self, model: nn.Module, limit: float) -> float:
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
         """Clip gradients to a norm, and return the norm before clipping.
 
         Uses FSDP1's method: `torch.nn.utils.clip_grad_norm_` would see only the shards of this rank.
         """
-        return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(limit))
+        return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(max_norm))
 
     def accumulating_gradients(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context for all micro-batches but the last.
@@ -140,7 +140,7 @@ class Fsdp1:
         return cast(FullyShardedDataParallel, model).no_sync() if is_replicated else nullcontext()
 
 
-def require_trained_units(blueprint: Blueprint, model: nn.Module) -> None:
+def require_trainable_fsdp_units(blueprint: Blueprint, model: nn.Module) -> None:
     """Raise `Usage` if all parameters of an FSDP unit are frozen. For unsharded models only.
 
     torch 2.13 does not reshard such a unit: its parameters become plain tensors, and the second step fails.
@@ -183,9 +183,9 @@ class Fsdp2:
         initialize_model(blueprint, model, self.seed)
         return model
 
-    def clip_gradients(self, model: nn.Module, limit: float) -> float:
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
         """Clip gradients to a norm, and return the norm before clipping; a collective."""
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @contextmanager
@@ -269,7 +269,7 @@ def build_sharded_model(config: TrainConfig, blueprint: Blueprint, mesh: DeviceM
     first_names = {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
     strategy_mesh = mesh_for_strategy(config, mesh)
     sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, strategy_mesh, seed)
-    multiplied, frozen = count_matmul_elements(model)
+    multiplied, frozen = matmul_and_frozen_counts(model)
     return ShardedModel(sharding.shard_model(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
 
 
@@ -292,7 +292,7 @@ def mesh_for_strategy(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def count_matmul_elements(model: nn.Module) -> tuple[int, int]:
+def matmul_and_frozen_counts(model: nn.Module) -> tuple[int, int]:
     """Return the number of elements of all parameters outside embeddings, and of the frozen ones among them."""
     owners = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     parameters = {parameter for module in owners for parameter in module.parameters(recurse=False)}

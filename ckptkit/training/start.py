@@ -39,10 +39,10 @@ from ckptkit.training.config import SETTINGS, TrainConfig
 from ckptkit.training.data.corpus import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import TokenFile, prepare_tokens
-from ckptkit.training.metrics import drop_steps_after
+from ckptkit.training.metrics import drop_metrics_after_step
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint, download_if_hub_id
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.resume import find_resume_candidates, first_readable_checkpoint, load_newest
+from ckptkit.training.resume import find_resume_candidates, first_readable_checkpoint, load_newest_undamaged
 from ckptkit.training.saving.run import Run
 from ckptkit.training.saving.save import ADAPTER
 from ckptkit.training.saving.state import are_adapter_names
@@ -159,10 +159,10 @@ def start_training(
             trainer.sharded, weights, json.loads(blueprint.model_files()[CONFIG])
         )
     if findings.resume is not None:
-        load_newest(trainer, run, findings.candidates, ranks, warn)
+        load_newest_undamaged(trainer, run, findings.candidates, ranks, warn)
     # only after a successful load, and only if steps remain: otherwise the run keeps its old settings and metrics
     if trainer.progress.step < config.steps:
-        ranks.run_on_first_rank(partial(write_run_files, config, trainer.progress.step, blueprint.model_files()))
+        ranks.run_on_first_rank(partial(prepare_run_directory, config, trainer.progress.step, blueprint.model_files()))
     return trainer, run
 
 
@@ -237,14 +237,14 @@ def require_inputs_fit(config: TrainConfig, blueprint: Blueprint, findings: Find
         raise Mismatch(message, path=path.parent, hint=hint)
 
 
-def require_same_config(path: Path, text: bytes, kind: str, ignored_keys: Collection[str] = ()) -> None:
-    """Raise `Mismatch` if the checkpoint's config at `path` differs from `text` in a key that is not in `ignored_keys`.
+def require_same_config(path: Path, expected_content: bytes, kind: str, ignored_keys: Collection[str] = ()) -> None:
+    """Raise `Mismatch` if the config at `path` differs from `expected_content` in a key outside `ignored_keys`.
 
     Equal tensor shapes are not enough: a model with another `rope_theta`, for example, would train on silently.
     """
     with translate_os_errors(path):
         path.stat()  # reports a missing file as missing
-    theirs, ours = json.loads(read_small(path, _LIMIT)), json.loads(text)
+    theirs, ours = json.loads(read_small(path, _LIMIT)), json.loads(expected_content)
     different = sorted(
         key for key in (theirs.keys() | ours.keys()) - {*ignored_keys} if theirs.get(key) != ours.get(key)
     )
@@ -269,9 +269,9 @@ def make_run(config: TrainConfig, files: Mapping[str, bytes]) -> Run:
     )
 
 
-def write_run_files(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
+def prepare_run_directory(config: TrainConfig, step: int, files: Mapping[str, bytes]) -> None:
     """Write the settings and model files into the run, and drop metrics of steps after `step`."""
     make_directory(config.run)
     for name, content in {SETTINGS: config.to_toml().encode(), **files}.items():
         replace_file(config.run / name, content)
-    drop_steps_after(config.run, step)
+    drop_metrics_after_step(config.run, step)

@@ -28,7 +28,7 @@ from ckptkit.errors import Corrupt, Mismatch
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.plan import Operand, Region, make_plan, unchanged_box
+from ckptkit.layout.plan import Operand, Region, identity_region, make_plan
 from tests.execute import execute
 from tests.raw import Files, allocated, contents
 from tests.strategies import tilings
@@ -73,7 +73,7 @@ def merged(
     w: Numbers,
     steps: Sequence[ChangeStep],
     data: st.DataObject | None = None,
-    reach: Region = unchanged_box,
+    reach: Region = identity_region,
     **adapter: Numbers,
 ) -> Numbers:
     """What steps make of a tensor, when all checksums have been compared."""

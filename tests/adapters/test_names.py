@@ -12,7 +12,7 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 
 LAYER = "model.layers.0"
 TRAINED = {
@@ -73,7 +73,7 @@ def find(shapes: dict[str, Shape]) -> Adapted | None:
     for name, shape in shapes.items():
         spec = Spec(DTYPES["float32"], shape)
         tensors[name] = StoredTensor(spec, (Chunk(full_box(shape), "f", 0, spec.nbytes, spec.dtype),))
-    assert may_be_adapted(shapes) or not any("lora_" in name for name in shapes)
+    assert may_be_adapter(shapes) or not any("lora_" in name for name in shapes)
     return find_adapters(Layout(Path("here"), "raw", tensors))
 
 

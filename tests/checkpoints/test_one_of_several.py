@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.errors import CkptError
-from ckptkit.formats.rank_names import names_of_set
+from ckptkit.formats.rank_names import names_differing_in_rank
 
 WEIGHT = torch.arange(32.0).reshape(8, 4)
 LLAMA: dict[str, int] = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -138,7 +138,7 @@ def test_a_file_whose_content_calls_it_one_of_several_is_refused(tmp_path: Path,
     ],
 )
 def test_other_names_stand_alone(name: str, beside: list[str]) -> None:
-    assert names_of_set(name, [name, *beside]) == []
+    assert names_differing_in_rank(name, [name, *beside]) == []
 
 
 def test_a_file_that_is_one_of_one_is_the_model(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_files_are_created_filled_sealed_and_summed(tmp_path: Path, to: str) -> 
     wanted = wanted_of(root)
     files = writer.lay_out_files(wanted, WriterOptions(1 << 30))
 
-    create_files(root, files, anew=True)
+    create_files(root, files, must_be_new=True)
     made = locate_all_chunks(read_output_layout(writer, root, wanted.tensors))
     checksums = {}
     for name, tensor in made.tensors.items():
@@ -46,7 +46,7 @@ def test_files_are_created_filled_sealed_and_summed(tmp_path: Path, to: str) -> 
             if chunk.length:
                 checksums[chunk.path, chunk.offset] = zlib.crc32(_NUMBERS[name].tobytes())
     finalize_files(writer, made, checksums)
-    write_manifest(made, checksums, [file.name for file in files], anew=True)
+    write_manifest(made, checksums, [file.name for file in files], must_be_new=True)
 
     (verified,) = ckptkit.verify(root)
     assert verified.is_ok
@@ -64,27 +64,27 @@ def test_files_and_a_manifest_may_be_there_already(tmp_path: Path) -> None:
     writer = get_writer("hf")
     wanted = wanted_of(tmp_path)
     files = writer.lay_out_files(wanted, WriterOptions(1 << 30))
-    create_files(tmp_path, files, anew=True)
+    create_files(tmp_path, files, must_be_new=True)
     made = locate_all_chunks(read_output_layout(writer, tmp_path, wanted.tensors))
     place = made.tensors["a"].chunks[0]
     with (tmp_path / place.path).open("r+b") as stream:
         stream.seek(place.offset)
         stream.write(b"data")
 
-    create_files(tmp_path, files, anew=False)
+    create_files(tmp_path, files, must_be_new=False)
     assert (tmp_path / place.path).read_bytes()[place.offset : place.offset + 4] == b"data"
     sums = {(chunk.path, chunk.offset): 0 for tensor in made.tensors.values() for chunk in tensor.chunks}
     for source in ("one", "another"):
-        write_manifest(made, sums, [], anew=False, source={"path": source, "format": "hf"})
+        write_manifest(made, sums, [], must_be_new=False, source={"path": source, "format": "hf"})
     assert json.loads((tmp_path / "ckptkit.json").read_text())["source"]["path"] == "another"
     with pytest.raises(ckptkit.CkptError):
-        write_manifest(made, sums, [], anew=True)
+        write_manifest(made, sums, [], must_be_new=True)
 
 
 def test_a_tensor_that_the_format_lost_is_named(tmp_path: Path) -> None:
     writer = get_writer("hf")
     wanted = wanted_of(tmp_path)
-    create_files(tmp_path, writer.lay_out_files(wanted, WriterOptions(1 << 30)), anew=True)
+    create_files(tmp_path, writer.lay_out_files(wanted, WriterOptions(1 << 30)), must_be_new=True)
     with pytest.raises(Mismatch, match="would lose 1 tensor") as caught:
         read_output_layout(writer, tmp_path, [*wanted.tensors, "c"])
     assert caught.value.tensor == "c"

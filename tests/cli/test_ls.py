@@ -23,7 +23,7 @@ from ckptkit.cli.inspect import format_percentage
 from ckptkit.cli.output import format_age
 from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
-from ckptkit.words import count_parameters
+from ckptkit.words import format_parameter_count
 from tests import producers
 from tests.command import ckptkit
 from tests.conftest import Produce
@@ -173,7 +173,7 @@ def test_inspect_at_a_glance(run: Path) -> None:
 
 def test_large_and_small_numbers_read_well() -> None:
     numbers = (1, 2, 108_864, 3_030_000, 8_030_261_248, 1.5e12)
-    assert [count_parameters(int(number)) for number in numbers] == [
+    assert [format_parameter_count(int(number)) for number in numbers] == [
         *("1 parameter", "2 parameters", "108,864 parameters", "3.03 million parameters", "8.03 billion parameters"),
         "1.5 trillion parameters",
     ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.runs.deletion import deleting
+from ckptkit.runs.deletion import locked_for_deletion
 from tests import producers
 from tests.command import ckptkit
 from tests.conftest import Produce
@@ -73,7 +73,7 @@ def test_in_json(run: Path) -> None:
 
 
 def test_errors(run: Path) -> None:
-    with deleting(run):
+    with locked_for_deletion(run):
         occupied = ckptkit("prune", run, "--keep-last", "1", "--yes")
     for ran, code, said in (
         (ckptkit("prune", run), 2, "no rule says what to keep"),

@@ -56,7 +56,7 @@ def test_nothing_is_written_of_what_is_in_an_envelope(produce: Produce, tmp_path
     here = require_known_format(root).read(root)
     here = replace(here, blobs={})
     writer = get_writer("hf")
-    create_files(tmp_path, writer.lay_out_files(here, WriterOptions(1 << 30)), anew=True)
+    create_files(tmp_path, writer.lay_out_files(here, WriterOptions(1 << 30)), must_be_new=True)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(Usage):
         execute(make_plan(here, locate_all_chunks(writer.read(tmp_path))))

@@ -87,18 +87,18 @@ def parse_pickle(data: bytes, _: Path) -> object:
 
 def parse_archive(data: bytes, _: Path) -> object:
     """An archive with one tensor."""
-    return zip_entries.open_archive(reading(data), len(data))
+    return zip_entries.locate_single_tensor(reading(data), len(data))
 
 
 def parse_contents(data: bytes, _: Path) -> object:
     """An archive of whatever."""
-    zip_entries.check_archive_in_memory(data)
+    zip_entries.verify_archive_in_memory(data)
     return None
 
 
 def parse_legacy(data: bytes, _: Path) -> object:
     """A file of torch.save as it was before archives."""
-    state, entries = state_files.read_legacy(reading(data), len(data))
+    state, entries = state_files.read_legacy_torch_save(reading(data), len(data))
     return flatten(state, entries, "state.pt")
 
 

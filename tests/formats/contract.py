@@ -140,7 +140,9 @@ class WriterContract(ReaderContract):
             stored[name] = StoredTensor(spec, (files.put(numbers, full_box(spec.shape), spec.dtype),))
         source = files.layout(**stored)
         writer = get_writer(self.format)
-        create_files(root, writer.lay_out_files(source, WriterOptions(max_shard_size, self.world_size)), anew=True)
+        create_files(
+            root, writer.lay_out_files(source, WriterOptions(max_shard_size, self.world_size)), must_be_new=True
+        )
         made = locate_all_chunks(writer.read(root))
         copied = execute(make_plan(source, made), jobs=2)
         finalize_files(writer, made, copied.checksums)

@@ -20,7 +20,7 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.conversion.convert import convert
 from ckptkit.errors import CkptError, Corrupt, Unsafe, Unsupported
 from ckptkit.formats.hf import HuggingFace
-from ckptkit.formats.safetensors_headers import SPELLINGS, is_library_dtype
+from ckptkit.formats.safetensors_headers import SPELLINGS, safetensors_supports_dtype
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
@@ -137,8 +137,8 @@ def test_the_library_cannot_read_it(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_the_library_does_not_know_is_refused_before_anything_is_written() -> None:
-    assert all(map(is_library_dtype, SPELLINGS.values()))
-    assert not is_library_dtype("F6_E0M5")
+    assert all(map(safetensors_supports_dtype, SPELLINGS.values()))
+    assert not safetensors_supports_dtype("F6_E0M5")
 
 
 def test_nothing_is_shown_that_the_library_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checks.verify import verify
 from ckptkit.errors import CkptError, Unsupported
 from ckptkit.io.staging import Stage
-from ckptkit.runs.deletion import deleting
+from ckptkit.runs.deletion import locked_for_deletion
 from ckptkit.runs.pin import pin
 from tests.producers import spawn
 from tests.s3 import Place
@@ -198,7 +198,10 @@ def test_a_failed_deletion_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ours, "_PATIENCE", 0.0)
     (tmp_path / "epoch=0-step=2.ckpt").mkdir()
-    with deleting(tmp_path), pytest.warns(match="an old checkpoint was not deleted: .*another process is deleting"):
+    with (
+        locked_for_deletion(tmp_path),
+        pytest.warns(match="an old checkpoint was not deleted: .*another process is deleting"),
+    ):
         ours.CkptkitIO().remove_checkpoint(tmp_path / "epoch=0-step=2.ckpt")
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from ckptkit.checks.verify import verify
-from ckptkit.runs.deletion import deleting
+from ckptkit.runs.deletion import locked_for_deletion
 from ckptkit.runs.prune import prune
 from tests.producers import spawn
 from tests.trainers.produced_lightning import be_torchrun
@@ -139,7 +139,7 @@ def _train_sharded(home: Path) -> None:
         commands = ["manifest {ckpt}", "consolidate {ckpt} {out}"]
         trainer = make_trainer(home, commands, steps, use_cpu=True, max_grad_norm=0.0)
         shard(trainer)
-        with deleting(home) if is_first else nullcontext():  # a watch waits for whoever deletes
+        with locked_for_deletion(home) if is_first else nullcontext():  # a watch waits for whoever deletes
             trainer.train(resume_from_checkpoint=str(home / "checkpoint-2") if steps > 2 else None)
             dist.barrier()
             assert not (home / "exported" / f"checkpoint-{steps}").exists()

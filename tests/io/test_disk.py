@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.errors import IOFailure
-from ckptkit.io.disk import close_descriptor, early_sync, retry_interrupted
+from ckptkit.io.disk import close_descriptor, retry_interrupted, sync_in_background
 
 
 def interrupted(times: int) -> list[OSError | None]:
@@ -58,13 +58,13 @@ def pipe(tmp_path: Path) -> Path:
 
 
 def test_an_error_on_the_way_is_raised_at_the_end(pipe: Path) -> None:
-    with pytest.raises(IOFailure, match="fsync failed"), early_sync(pipe.parent, sync=True) as tell:
+    with pytest.raises(IOFailure, match="fsync failed"), sync_in_background(pipe.parent, sync=True) as tell:
         tell("pipe", 2)
         wait_for_sync(pipe)
 
 
 def test_an_error_of_the_work_comes_first(pipe: Path) -> None:
-    with pytest.raises(ZeroDivisionError), early_sync(pipe.parent, sync=True) as tell:
+    with pytest.raises(ZeroDivisionError), sync_in_background(pipe.parent, sync=True) as tell:
         tell("pipe", 2)
         wait_for_sync(pipe)
         raise ZeroDivisionError
@@ -72,7 +72,7 @@ def test_an_error_of_the_work_comes_first(pipe: Path) -> None:
 
 def test_files_are_synced_as_often_as_enough_was_written(tmp_path: Path, pipe: Path) -> None:
     (tmp_path / "file").write_bytes(b"1")
-    with pytest.raises(IOFailure) as caught, early_sync(tmp_path, sync=True) as tell:
+    with pytest.raises(IOFailure) as caught, sync_in_background(tmp_path, sync=True) as tell:
         tell("file", 2)
         tell("pipe", 2)
         wait_for_sync(pipe)
@@ -83,5 +83,5 @@ def test_files_are_synced_as_often_as_enough_was_written(tmp_path: Path, pipe: P
 def test_little_is_left_to_the_end_and_so_is_all_that_is_not_to_be_synced(
     tmp_path: Path, *, sync: bool, nbytes: int
 ) -> None:
-    with early_sync(tmp_path, sync=sync) as tell:
+    with sync_in_background(tmp_path, sync=sync) as tell:
         tell("gone", nbytes)

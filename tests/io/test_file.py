@@ -13,7 +13,7 @@ from ckptkit.io.file import (
     OpenFiles,
     ReadAhead,
     file_size,
-    find_wrong_kind_error,
+    find_missing_content_error,
     is_existing_path,
     read_at,
     read_small,
@@ -142,5 +142,5 @@ def test_writing_fills_what_is_there(tmp_path: Path) -> None:
 def test_known_impostors_are_recognized() -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
     for head, words in ((pointer, "found a Git LFS pointer"), (bytes(64), "starts with zeros"), (b"", "is empty")):
-        assert words in str(find_wrong_kind_error(head))
-    assert find_wrong_kind_error(b"PK\x03\x04") is None
+        assert words in str(find_missing_content_error(head))
+    assert find_missing_content_error(b"PK\x03\x04") is None

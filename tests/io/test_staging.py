@@ -16,8 +16,8 @@ import pytest
 
 from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
 from ckptkit.io.allocation import create_file, require_free_space, write_new_file
-from ckptkit.io.disk import aside_path, lock_path, staging_path
-from ckptkit.io.staging import Stage, remove_dead_leftovers
+from ckptkit.io.disk import lock_path, old_destination_path, staging_path
+from ckptkit.io.staging import Stage, remove_orphaned_staging
 
 
 @contextmanager
@@ -286,7 +286,7 @@ def test_a_file_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
 
 def test_an_old_one_that_was_put_aside_comes_back(tmp_path: Path) -> None:
     make(tmp_path / "out", b"old")
-    (tmp_path / "out").rename(aside_path(tmp_path / "out"))
+    (tmp_path / "out").rename(old_destination_path(tmp_path / "out"))
     with pytest.raises(Occupied):
         make(tmp_path / "out", b"new")
     assert listing(tmp_path) == {"out/file0": b"old"}
@@ -294,7 +294,7 @@ def test_an_old_one_that_was_put_aside_comes_back(tmp_path: Path) -> None:
 
 def test_an_old_one_that_was_put_aside_goes_once_the_new_one_is_there(tmp_path: Path) -> None:
     make(tmp_path / "out", b"old")
-    (tmp_path / "out").rename(aside_path(tmp_path / "out"))
+    (tmp_path / "out").rename(old_destination_path(tmp_path / "out"))
     (tmp_path / "new").mkdir()
     write_new_file(tmp_path / "new" / "file0", b"new")
     (tmp_path / "new").rename(tmp_path / "out")
@@ -311,7 +311,7 @@ def test_what_dead_runs_have_left_is_cleared_away(tmp_path: Path) -> None:
     write_new_file(staging_path(tmp_path / "dead") / "file", b"1")
     lock_path(tmp_path / "dead").touch()
     lock_path(tmp_path / "shown").touch()
-    remove_dead_leftovers(tmp_path)
+    remove_orphaned_staging(tmp_path)
     assert set(os.listdir(tmp_path)) == {alive.path.name, lock_path(alive.dst).name, waiting.path.name}
     alive.discard()
 
@@ -319,9 +319,9 @@ def test_what_dead_runs_have_left_is_cleared_away(tmp_path: Path) -> None:
 def test_what_dead_runs_have_left_without_a_lock_is_cleared_away_and_what_was_aside_put_back(tmp_path: Path) -> None:
     staging_path(tmp_path / "dead").mkdir()
     make(tmp_path / "out", b"old")
-    (tmp_path / "out").rename(aside_path(tmp_path / "out"))
+    (tmp_path / "out").rename(old_destination_path(tmp_path / "out"))
     staging_path(tmp_path / "out").mkdir()
-    remove_dead_leftovers(tmp_path)
+    remove_orphaned_staging(tmp_path)
     assert listing(tmp_path) == {"out/file0": b"old"}
     assert os.listdir(tmp_path) == ["out"]
 

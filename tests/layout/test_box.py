@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.layout.box import Box, BoxIndex, find_gap, find_outside, find_overlap, full_box, intersect
+from ckptkit.layout.box import Box, BoxIndex, find_box_outside, find_overlap, find_slab_with_gap, full_box, intersect
 from tests.strategies import boxes_in, cells, owners, shapes, solid_shapes, tilings
 
 
@@ -53,9 +53,9 @@ def test_a_tiling_has_neither_gap_nor_overlap(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     boxes = data.draw(tilings(shape))
     assert (owners(shape, boxes) == 1).all()
-    assert find_outside(shape, boxes) is None
+    assert find_box_outside(shape, boxes) is None
     assert find_overlap(boxes) is None
-    assert find_gap(shape, boxes) is None
+    assert find_slab_with_gap(shape, boxes) is None
 
 
 @given(st.data())
@@ -63,7 +63,7 @@ def test_a_gap_is_found_where_it_is(data: st.DataObject) -> None:
     shape = data.draw(solid_shapes)
     boxes = data.draw(tilings(shape))
     kept = boxes[: data.draw(st.integers(0, len(boxes) - 1))]
-    gap = find_gap(shape, kept)
+    gap = find_slab_with_gap(shape, kept)
     assert gap is not None
     axis, start, stop = gap
     assert start < stop
@@ -78,9 +78,9 @@ def test_empty_boxes_cover_nothing_and_disturb_nothing(data: st.DataObject) -> N
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple))
     boxes = data.draw(tilings(shape))
     empty = Box((shape[0], *(0 for _ in shape[1:])), (0, *shape[1:]))
-    assert find_outside(shape, [*boxes, empty, empty]) is None
+    assert find_box_outside(shape, [*boxes, empty, empty]) is None
     assert find_overlap([*boxes, empty, empty]) is None
-    assert find_gap(shape, [empty, *boxes]) is None
+    assert find_slab_with_gap(shape, [empty, *boxes]) is None
 
 
 @given(st.data())
@@ -89,19 +89,19 @@ def test_outside_is_where_an_index_would_not_fit(data: st.DataObject) -> None:
     numbers = st.lists(st.integers(-1, 6), min_size=len(shape), max_size=len(shape)).map(tuple)
     box = Box(data.draw(numbers), data.draw(numbers))
     fits = all(a >= 0 and n >= 0 and a + n <= end for a, n, end in zip(box.start, box.size, shape, strict=True))
-    assert find_outside(shape, [full_box(shape), box]) == (None if fits else 1)
+    assert find_box_outside(shape, [full_box(shape), box]) == (None if fits else 1)
 
 
 def test_a_box_of_another_rank_is_outside() -> None:
-    assert find_outside((2, 2), [Box((0,), (2,))]) == 0
-    assert find_outside((), [Box((), ()), Box((0,), (1,))]) == 1
-    assert find_outside((2,), [Box((0,), (1, 1))]) == 0
+    assert find_box_outside((2, 2), [Box((0,), (2,))]) == 0
+    assert find_box_outside((), [Box((), ()), Box((0,), (1,))]) == 1
+    assert find_box_outside((2,), [Box((0,), (1, 1))]) == 0
 
 
 def test_a_tensor_without_axes_is_one_element() -> None:
     assert full_box(()).numel == 1
     assert intersect(full_box(()), full_box(())) == full_box(())
-    assert find_gap((), []) is not None
+    assert find_slab_with_gap((), []) is not None
     assert find_overlap([full_box(()), full_box(())]) is not None
 
 

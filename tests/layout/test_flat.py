@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.layout.axes import consecutive_pieces, cut_tensor_from_flat
+from ckptkit.layout.axes import cut_tensor_from_flat, flat_pieces_of_chunks
 from ckptkit.layout.box import Box
 from tests.stored_tensors import INT32, contents
 
@@ -30,7 +30,9 @@ def test_tensors_that_follow_one_another(shapes: list[tuple[int, ...]], sizes: l
         at, begin = at + size + padding, begin + size
     start = 0
     for shape in shapes:
-        found = StoredTensor(Spec(INT32, shape), tuple(cut_tensor_from_flat(consecutive_pieces(chunks), start, shape)))
+        found = StoredTensor(
+            Spec(INT32, shape), tuple(cut_tensor_from_flat(flat_pieces_of_chunks(chunks), start, shape))
+        )
         expected = np.arange(start, start + prod(shape)).reshape(shape)
         assert np.array_equal(contents(found, np.concatenate(parts)), expected)
         start += prod(shape)
@@ -39,4 +41,4 @@ def test_tensors_that_follow_one_another(shapes: list[tuple[int, ...]], sizes: l
 def test_a_piece_has_one_axis() -> None:
     chunk = Chunk(Box((0, 0), (2, 2)), "f", 0, 16, INT32)
     with pytest.raises(Corrupt, match="one axis"):
-        list(cut_tensor_from_flat(consecutive_pieces([(chunk, 4)]), 0, (4,)))
+        list(cut_tensor_from_flat(flat_pieces_of_chunks([(chunk, 4)]), 0, (4,)))

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout.matching import (
-    find_certain,
+    find_certain_match,
     is_counted_from_zero,
     match_by_size,
     match_in_order,
-    match_trained,
+    match_with_frozen_parameters,
 )
 
 SHAPES = st.sampled_from([(2, 2), (2, 3), (2,), (3,), ()])
@@ -33,7 +33,7 @@ def test_a_pairing_is_right_or_there_is_none(every: list[tuple[int, ...]], data:
     numbers = {name: number for number, name in truth.items()}
     known = {number: parameters[name] for number, name in truth.items() if data.draw(st.booleans())}
     try:
-        found = match_trained([[numbers[name] for name in group] for group in dealt], known, parameters)
+        found = match_with_frozen_parameters([[numbers[name] for name in group] for group in dealt], known, parameters)
     except Unsupported:
         return
     assert found == truth
@@ -46,42 +46,45 @@ def test_matrices_before_vectors_are_certain(every: list[tuple[int, ...]]) -> No
     truth = dict(enumerate(name for group in groups for name in group))
     cut = len(groups[0])
     numbers = [list(truth)[:cut], list(truth)[cut:]]
-    assert match_trained(numbers, {number: parameters[name] for number, name in truth.items()}, parameters) == truth
+    assert (
+        match_with_frozen_parameters(numbers, {number: parameters[name] for number, name in truth.items()}, parameters)
+        == truth
+    )
 
 
 def test_buffers_and_what_was_frozen_are_told_by_shape() -> None:
     tensors = {"w": (4, 3), "bn.weight": (4,), "bn.running_mean": (4,), "mask": (9, 9), "frozen": (7, 7)}
     parameters = {name: shape for name, shape in tensors.items() if not is_buffer(name)}
-    assert match_trained([[0, 1]], {0: (4, 3), 1: (4,)}, parameters) == {0: "w", 1: "bn.weight"}
+    assert match_with_frozen_parameters([[0, 1]], {0: (4, 3), 1: (4,)}, parameters) == {0: "w", 1: "bn.weight"}
     with pytest.raises(Unsupported, match=r"expected 2 states of shape \[4\] as in the model, found 1 state"):
-        match_trained([[0, 1]], {0: (4, 3), 1: (4,)}, {**parameters, "other": (4,)})
+        match_with_frozen_parameters([[0, 1]], {0: (4, 3), 1: (4,)}, {**parameters, "other": (4,)})
 
 
 def test_without_states_the_count_must_fit() -> None:
-    assert match_trained([[0, 1]], {}, {"a": (2,), "b": (3,)}) == {0: "a", 1: "b"}
+    assert match_with_frozen_parameters([[0, 1]], {}, {"a": (2,), "b": (3,)}) == {0: "a", 1: "b"}
     with pytest.raises(Unsupported, match="expected 3 parameters as in the model, found 2"):
-        match_trained([[0, 1]], {}, {"a": (2,), "b": (3,), "c": (4,)})
+        match_with_frozen_parameters([[0, 1]], {}, {"a": (2,), "b": (3,), "c": (4,)})
 
 
 def test_two_groups_that_could_change_places_are_not_named() -> None:
     with pytest.raises(Unsupported, match="fits several optimizer groups"):
-        match_trained([[0], [1]], {0: (2,), 1: (2,)}, {"a": (2,), "b": (2,)})
+        match_with_frozen_parameters([[0], [1]], {0: (2,), 1: (2,)}, {"a": (2,), "b": (2,)})
 
 
 def test_groups_of_a_stranger_cost_little() -> None:
     groups = [[i] for i in range(10_000)]
     with pytest.raises(Unsupported, match="10,000 groups"):
-        match_trained(groups, {}, {f"p{i}": (2,) for i in range(10_000)})
+        match_with_frozen_parameters(groups, {}, {f"p{i}": (2,) for i in range(10_000)})
     groups = [list(range(start, 3200, 32)) for start in range(32)]
     with pytest.raises(Unsupported, match="fits several optimizer groups"):
-        match_trained(groups, {}, {f"p{i}": (2,) for i in range(3200)})
+        match_with_frozen_parameters(groups, {}, {f"p{i}": (2,) for i in range(3200)})
 
 
 def test_numbers_that_contradict_themselves_are_said() -> None:
     with pytest.raises(Corrupt, match="parameter 1 twice"):
-        match_trained([[0, 1], [1]], {}, {"a": (2,)})
+        match_with_frozen_parameters([[0, 1], [1]], {}, {"a": (2,)})
     with pytest.raises(Corrupt, match="parameter 7, but no group contains"):
-        match_trained([[0]], {7: (2,)}, {"a": (2,)})
+        match_with_frozen_parameters([[0]], {7: (2,)}, {"a": (2,)})
 
 
 # -- brute force -------------------------------------------------------------------------------------------------------
@@ -128,7 +131,9 @@ def by_brute_force(
 def test_finds_what_brute_force_finds(question: Any) -> None:
     groups, sizes, parameters, forbidden = question
     ways = by_brute_force(groups, sizes, parameters, forbidden)
-    found = find_certain(match_in_order, groups, sizes, parameters, lambda index, name: (index, name) not in forbidden)
+    found = find_certain_match(
+        match_in_order, groups, sizes, parameters, lambda index, name: (index, name) not in forbidden
+    )
     assert found == (ways[0] if len(ways) == 1 else None)
 
 
@@ -160,7 +165,7 @@ def test_sizes_without_an_order_find_what_brute_force_finds(question: Any, froze
         )
     ]
     is_certain = len(ways) == 1 and len(numbers) == len(parameters)
-    assert find_certain(match_by_size, groups, sizes, parameters) == (ways[0] if is_certain else None)
+    assert find_certain_match(match_by_size, groups, sizes, parameters) == (ways[0] if is_certain else None)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
@@ -207,7 +212,7 @@ def test_sizes_prove_nothing_for_a_part_of_a_model() -> None:
 
 
 def test_sizes_of_flattened_states_tell_as_shapes_do() -> None:
-    assert find_certain(match_in_order, [[0], [1, 2]], {0: 6, 1: 4, 2: 6}, {"a": 4, "b": 6, "c": 6}) is None
+    assert find_certain_match(match_in_order, [[0], [1, 2]], {0: 6, 1: 4, 2: 6}, {"a": 4, "b": 6, "c": 6}) is None
     assert match_in_order([[0, 1], [2]], {0: 4, 1: 4, 2: 9}, {"a": 4, "b": 9, "c": 4}) == {0: "a", 1: "c", 2: "b"}
 
 
@@ -220,7 +225,7 @@ def test_the_parameter_in_doubt_is_named() -> None:
 def test_a_group_may_say_what_it_can_hold() -> None:
     parameters = {"a.weight": (2,), "a.bias": (2,), "b.bias": (2,)}
     groups = [[0], [1, 2]]
-    assert find_certain(match_in_order, groups, {}, parameters) is None
+    assert find_certain_match(match_in_order, groups, {}, parameters) is None
     found = match_in_order(groups, {}, parameters, lambda index, name: (index == 1) == name.endswith("bias"))
     assert found == {0: "a.weight", 1: "a.bias", 2: "b.bias"}
 
@@ -232,15 +237,15 @@ def test_many_groups_of_different_sizes_are_certain() -> None:
 
 
 def test_what_contradicts_itself_is_not_certain() -> None:
-    assert find_certain(match_in_order, [[0, 0]], {}, {"a": 2, "b": 2}) is None
-    assert find_certain(match_in_order, [[0, 1]], {2: 2}, {"a": 2, "b": 2}) is None
+    assert find_certain_match(match_in_order, [[0, 0]], {}, {"a": 2, "b": 2}) is None
+    assert find_certain_match(match_in_order, [[0, 1]], {2: 2}, {"a": 2, "b": 2}) is None
 
 
 def test_frozen_parameters_are_left_out_by_size_only_if_all_sizes_are_known() -> None:
     parameters = {"a": (2,), "frozen": (3,), "c": (4,)}
-    assert match_trained([[0], [1]], {0: (4,), 1: (2,)}, parameters) == {0: "c", 1: "a"}
+    assert match_with_frozen_parameters([[0], [1]], {0: (4,), 1: (2,)}, parameters) == {0: "c", 1: "a"}
     with pytest.raises(Unsupported, match="expected 3 parameters as in the model, found 2"):
-        match_trained([[0], [1]], {0: (4,)}, parameters)
+        match_with_frozen_parameters([[0], [1]], {0: (4,)}, parameters)
 
 
 def test_torch_counts_through_all_groups() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.layout.counting import Array, Moments, measure_moments, measure_repeated
+from ckptkit.layout.counting import Array, Moments, measure_moments, moments_of_repeated_values
 
 floats = st.floats(-1e6, 1e6, allow_subnormal=False)
 
@@ -88,5 +88,5 @@ def test_rounding_takes_no_mean_beyond_float64(monkeypatch: pytest.MonkeyPatch) 
 def test_numbers_that_occur_often(numbers: list[float]) -> None:
     values = np.array([0.5, -6.0, 0.0, 448.0, np.nan])
     often = np.array([*(numbers.count(value) for value in values[:-1]), 3])
-    assert_are_of(measure_repeated(values, often), numbers)
-    assert measure_repeated(values[-1:], often[-1:]) == Moments()
+    assert_are_of(moments_of_repeated_values(values, often), numbers)
+    assert moments_of_repeated_values(values[-1:], often[-1:]) == Moments()

@@ -13,7 +13,7 @@ from torch import nn
 from ckptkit import pin, prune, unpin
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage
-from ckptkit.runs.deletion import PINS, deleting, pinned_names_in
+from ckptkit.runs.deletion import PINS, locked_for_deletion, pinned_names_in
 from ckptkit.training.saving.run import Run
 from tests import producers
 from tests.conftest import Produce
@@ -103,7 +103,7 @@ def test_a_pin_outlives_its_checkpoint_and_can_be_taken_back(run: Path) -> None:
 
 
 def test_a_pin_waits_for_whoever_deletes_just_now(run: Path) -> None:
-    with deleting(run):
+    with locked_for_deletion(run):
         pinning = threading.Thread(target=pin, args=(run / "ckpt-1",))
         pinning.start()
         pinning.join(0.3)

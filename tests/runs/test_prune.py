@@ -19,7 +19,7 @@ from ckptkit.errors import NotACheckpoint, Occupied, Usage
 from ckptkit.io.disk import lock_path, staging_path
 from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.io.staging import Stage
-from ckptkit.runs.deletion import delete_checkpoint, deleting, set_pin
+from ckptkit.runs.deletion import delete_checkpoint, locked_for_deletion, set_pin
 from ckptkit.runs.prune import Pruned, prune
 from ckptkit.runs.retention import dump_metrics
 from ckptkit.trainers.ckptkit import METRICS
@@ -229,7 +229,7 @@ def test_what_dead_runs_have_left_goes_too(run: Path) -> None:
 
 
 def test_two_at_once(run: Path) -> None:
-    with deleting(run):
+    with locked_for_deletion(run):
         with pytest.raises(Occupied):
             prune(run, keep_last=1, yes=True)
         assert steps(prune(run, keep_last=1).delete) == [20, 15, 10, 5]  # to look is always possible

@@ -21,7 +21,7 @@ import torch
 from ckptkit import average, consolidate, convert, finalize, reshard
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied
 from ckptkit.io.disk import staging_path
-from ckptkit.io.staging import Stage, find_staging_key
+from ckptkit.io.staging import Stage, find_resume_key
 from tests import command, producers
 from tests.conftest import Produce
 from tests.directories import files_in
@@ -336,7 +336,7 @@ def test_one_part_at_a_time_makes_the_files(large: Path, tmp_path: Path) -> None
     """What others have written is not cut off, nor a file planned with that another is just making."""
     out, hidden = tmp_path / "out", staging_path(tmp_path / "out")
     consolidate(large, out, part=nth(0, 2))
-    first = Stage(out, key=find_staging_key(hidden), is_part=True).open()
+    first = Stage(out, key=find_resume_key(hidden), is_part=True).open()
     (hidden / "model.safetensors").unlink()
     with ThreadPoolExecutor() as pool:
         second = pool.submit(consolidate, large, out, part=nth(1, 2))

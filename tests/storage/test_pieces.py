@@ -19,7 +19,7 @@ from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, Spec
 from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.storage.room_writer import PieceWriter, runs_of
+from ckptkit.storage.room_writer import PieceWriter, contiguous_ranges_in_chunk
 from tests.raw import allocated, contents
 from tests.strategies import boxes_in, cells, shapes, solid_shapes, tilings
 
@@ -48,7 +48,7 @@ def test_parts_in_any_order_give_the_checksum_of_the_whole(data: bytes, cuts: li
 def test_runs_are_the_elements_of_a_box_in_order_and_as_few_as_they_can_be(data: st.DataObject) -> None:
     shape = data.draw(solid_shapes)
     box = data.draw(boxes_in(shape, solid=True))
-    starts, length = runs_of(box, full_box(shape))
+    starts, length = contiguous_ranges_in_chunk(box, full_box(shape))
     numbers = torch.arange(full_box(shape).numel).reshape(shape)[cells(box)].flatten().tolist()
     assert [start + i for start in starts for i in range(length)] == numbers
     breaks = sum(b != a + 1 for a, b in pairwise(numbers))

@@ -17,18 +17,18 @@ from ckptkit.checkpoints.examination.facts import Facts, Inconsistency
 from ckptkit.checkpoints.examination.optimizers import (
     find_empty_groups,
     find_missing_state_kinds,
-    find_other_step,
+    find_optimizer_step_mismatch,
     find_train_mode_schedule_free,
     find_unknown_names,
     find_wrapper_prefix_mismatch,
     find_wrong_state_shapes,
     group_list_inconsistencies,
 )
-from ckptkit.errors import first_of
-from ckptkit.formats import is_main_file
+from ckptkit.errors import names_and_more
+from ckptkit.formats import is_model_file_name
 from ckptkit.layout import Layout
 from ckptkit.layout.renames import fold_numbers
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 
 _FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
 _FEWEST_ALIKE = 3  # with fewer other layers, a layer that differs from them proves nothing
@@ -51,7 +51,7 @@ def find_empty_weights(facts: Facts) -> Iterator[Inconsistency]:
     """
     shapes = facts.layout.shapes
     names = [name for name in facts.weights if 0 in shapes[name] and name.endswith((".weight", ".bias"))]
-    if len(names) in (0, len(facts.weights)) or may_be_adapted(facts.weights.values()):
+    if len(names) in (0, len(facts.weights)) or may_be_adapter(facts.weights.values()):
         return
     for name in names:
         code = "empty_weight" if shapes[name] == (0,) else "empty_tensor"
@@ -68,7 +68,7 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
         missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
         has_modules = any("." in rest for tensors in numbered.values() for rest in tensors)
         if missing and len(numbered) >= max(_FEWEST, 2 * len(missing)) and has_modules:
-            numbers = {"expected": max(numbered) + 1, "missing": first_of([*map(str, missing)], 4)}
+            numbers = {"expected": max(numbered) + 1, "missing": names_and_more([*map(str, missing)], 4)}
             yield Inconsistency("layer_gap", above, numbers)
 
 
@@ -99,21 +99,23 @@ def find_odd_layers(facts: Facts) -> Iterator[Inconsistency]:
                     yield Inconsistency("layer_differs", numbered[layer][rest], data)
 
 
-def odd_tensors_by_layer(facts: Facts, numbered: Mapping[int, Mapping[str, str]]) -> Mapping[int, Sequence[str]]:
+def odd_tensors_by_layer(
+    facts: Facts, tensors_by_layer: Mapping[int, Mapping[str, str]]
+) -> Mapping[int, Sequence[str]]:
     """Return, by layer, the tensors that exactly this layer lacks or has in another shape or kind of dtype."""
     layers_by_rest: dict[str, dict[int, object]] = defaultdict(dict)
-    for layer, tensors in numbered.items():
+    for layer, tensors in tensors_by_layer.items():
         for rest, name in tensors.items():
             if ".experts." not in f".{rest}":  # the experts of a layer are a list of their own
                 spec = facts.layout.tensors[name].spec
                 layers_by_rest[rest][layer] = (spec.shape, spec.dtype.kind)
     odd: dict[int, list[str]] = defaultdict(list)
-    others: set[int] = {min(numbered), max(numbered)}
+    others: set[int] = {min(tensors_by_layer), max(tensors_by_layer)}
     for rest, specs in layers_by_rest.items():
-        kinds = Counter(specs.get(layer) for layer in numbered)
+        kinds = Counter(specs.get(layer) for layer in tensors_by_layer)
         (_, most), *rare = kinds.most_common()
-        if most == len(numbered) - 1:
-            layer = next(layer for layer in numbered if specs.get(layer) == rare[0][0])
+        if most == len(tensors_by_layer) - 1:
+            layer = next(layer for layer in tensors_by_layer if specs.get(layer) == rare[0][0])
             if layer in specs and len(specs) == 1:
                 others.add(layer)  # a kind of layer of its own
             odd[layer].append(rest)
@@ -184,7 +186,7 @@ OF_WEIGHTS: tuple[Rule, ...] = (
     *(find_empty_weights, find_layer_gaps, find_misfit_routers),
     *(find_odd_layers, find_misfit_biases, find_misfit_heads),
 )
-OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_train_mode_schedule_free, find_other_step)
+OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_train_mode_schedule_free, find_optimizer_step_mismatch)
 OF_STATES: tuple[Rule, ...] = (
     find_wrong_state_shapes,
     find_missing_state_kinds,
@@ -205,7 +207,7 @@ def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) 
         return ()
     if not any(one.code == "state_size" for one in found):
         return found
-    paths = {left.path for left in checkpoint.unread_files if is_main_file(left.path.name)}
+    paths = {left.path for left in checkpoint.unread_files if is_model_file_name(left.path.name)}
     layouts = filter(None, map(checkpoint.find_layout_of_file, paths))
     beside = {shape for layout in layouts for shape in layout.shapes.values()}
     return tuple(one for one in found if one.code != "state_size" or tuple(one.data["found"]) not in beside)

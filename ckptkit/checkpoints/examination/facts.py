@@ -23,7 +23,7 @@ from ckptkit.errors import Corrupt, Mismatch, Unsafe, Unsupported, and_more
 from ckptkit.formats.archives.values import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import may_be_adapted, without_ddp, without_inner_prefixes
+from ckptkit.layout.wrappers import may_be_adapter, without_common_ddp_prefix, without_prefixes_except_ddp
 from ckptkit.models.names.parameters import FLATTENED, split_flattened_key
 from ckptkit.models.names.weights import training_state_names
 
@@ -65,7 +65,7 @@ class Facts:
     def numbered_modules(self) -> Members:
         """Return the tensors in each list of layers or experts, also nested; {} for an adapter: it has few layers."""
         members: dict[str, dict[int, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
-        if may_be_adapted(self.weights.values()):
+        if may_be_adapter(self.weights.values()):
             return {}
         for name, path in self.weights.items():
             for match in _NUMBERED.finditer(path):
@@ -86,7 +86,7 @@ class Facts:
         return shapes
 
     @cached_property
-    def plain_names(self) -> Mapping[str, str]:
+    def name_by_unwrapped_name(self) -> Mapping[str, str]:
         """Return the names of `shapes_by_name`, by the name without wrapper prefixes."""
         return {without_wrappers(name): name for name in self.shapes_by_name}
 
@@ -122,20 +122,20 @@ class Facts:
 
     def is_weight_name(self, name: str) -> bool:
         """Return whether a weight has this name, ignoring wrapper prefixes."""
-        return name in self.shapes_by_name or without_wrappers(name) in self.plain_names
+        return name in self.shapes_by_name or without_wrappers(name) in self.name_by_unwrapped_name
 
-    def shapes_of_parameter(self, above: KeyPath, parameter: str) -> set[Shape]:
+    def shapes_of_parameter(self, optimizer_key: KeyPath, parameter: str) -> set[Shape]:
         """Return the shapes of the weights that a parameter of the optimizer at a key path may be.
 
         Returns an empty set for an index without a recorded name, unless the optimizer lists parameters by name.
         """
-        name = self.names_of_indices.get(above, {}).get(parameter, parameter)
-        if name.isdecimal() and above not in self.named_optimizers:
+        name = self.names_of_indices.get(optimizer_key, {}).get(parameter, parameter)
+        if name.isdecimal() and optimizer_key not in self.optimizers_listing_names:
             return set()
-        return self.shapes_by_name.get(self.plain_names.get(without_wrappers(name), name), set())
+        return self.shapes_by_name.get(self.name_by_unwrapped_name.get(without_wrappers(name), name), set())
 
     @cached_property
-    def named_optimizers(self) -> frozenset[KeyPath]:
+    def optimizers_listing_names(self) -> frozenset[KeyPath]:
         """Return the key paths of the optimizers whose groups list parameters by name."""
         return frozenset(optimizer.above for optimizer in self.optimizers if not optimizer.has_parameter_indices)
 
@@ -174,12 +174,12 @@ class Facts:
                 names[optimizer.above] = {str(index): name for index, name in recorded.items()}
         return names
 
-    def setting_values(self, above: KeyPath, name: str) -> Iterator[object]:
+    def setting_values(self, optimizer_key: KeyPath, name: str) -> Iterator[object]:
         """Yield the values of a setting in the parameter groups of the optimizer at a key path."""
-        at = len(above)
+        at = len(optimizer_key)
         for entry, blob in self.layout.blobs.items():
             key = self.layout.key(entry)
-            if key[:at] != above:
+            if key[:at] != optimizer_key:
                 continue
             is_nested = key[at : at + 1] == (_GROUPS,) and key[-1] == name
             is_flat = len(key) == at + 1 and str(key[-1]).startswith(FLATTENED[1]) and str(key[-1]).endswith(f".{name}")
@@ -197,34 +197,34 @@ class Facts:
             return None
         return value if type(value) is int else None
 
-    def setting_names_by_parameter(self, above: KeyPath) -> Mapping[str, frozenset[str]]:
+    def setting_names_by_parameter(self, optimizer_key: KeyPath) -> Mapping[str, frozenset[str]]:
         """Return the names of the settings that apply to each parameter of the optimizer at a key path."""
         settings_by_parameter: dict[str, set[str]] = defaultdict(set)
         members = {
             self.layout.key(entry)[:-1]: group
             for optimizer in self.optimizers
-            if optimizer.above == above
+            if optimizer.above == optimizer_key
             for entry, group in zip(optimizer.lists, optimizer.groups, strict=True)
         }
         for entry in self.layout.names:
             key = self.layout.key(entry)
             for parameter in members.get(key[:-1], ()):
                 settings_by_parameter[str(parameter)].add(str(key[-1]))
-            if key[:-1] == above and str(key[-1]).startswith(FLATTENED[1]):
+            if key[:-1] == optimizer_key and str(key[-1]).startswith(FLATTENED[1]):
                 _, parameter, setting = split_flattened_key(str(key[-1]))
                 settings_by_parameter[parameter].add(setting)
         return {parameter: frozenset(settings) for parameter, settings in settings_by_parameter.items()}
 
-    def has_setting(self, above: KeyPath, names: frozenset[str]) -> bool:
+    def has_setting(self, optimizer_key: KeyPath, names: frozenset[str]) -> bool:
         """Return whether a group of the optimizer at a key path has one of these settings."""
-        at = len(above)
-        keys = (key for key in map(self.layout.key, self.layout.names) if len(key) > at and key[:at] == above)
+        at = len(optimizer_key)
+        keys = (key for key in map(self.layout.key, self.layout.names) if len(key) > at and key[:at] == optimizer_key)
         return any(str(key[-1]).rpartition(".")[2] in names and _GROUPS in str(key[at]) for key in keys)
 
 
 def without_wrappers(name: str) -> str:
     """Return a name without wrapper prefixes, including a leading prefix of DDP."""
-    return without_ddp({"": without_inner_prefixes(name)})[""]
+    return without_common_ddp_prefix({"": without_prefixes_except_ddp(name)})[""]
 
 
 class Certainty(IntEnum):

@@ -17,7 +17,7 @@ from ckptkit.checkpoints.examination.facts import Facts, Inconsistency, without_
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapted
+from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapter
 from ckptkit.models.names.parameters import ELEMENTWISE, GROUP_MAP, SECOND_MOMENTS
 
 # elementwise states whose names no other optimizer uses for states of another shape
@@ -53,7 +53,7 @@ def find_wrong_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
         for index, entries in states.items():
             shapes = facts.shapes_of_parameter(above, index)
             is_index = not shapes and index.isdecimal()
-            wrong = misshaped_states(facts, entries, every if is_index else shapes) if shapes or is_index else {}
+            wrong = wrong_states_by_shape(facts, entries, every if is_index else shapes) if shapes or is_index else {}
             if is_index and not any(len(shape) == _FUSED for shape in every):
                 wrong = {shape: kinds for shape, kinds in wrong.items() if len(shape) != _FUSED}
             fitting += is_index and not wrong
@@ -70,11 +70,14 @@ def find_wrong_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
             yield Inconsistency("foreign_states", ".".join(map(str, above)) or None, numbers)
 
 
-def misshaped_states(
-    facts: Facts, entries: Mapping[str, str], shapes: Collection[Shape]
+def wrong_states_by_shape(
+    facts: Facts, entry_by_kind: Mapping[str, str], shapes: Collection[Shape]
 ) -> dict[Shape, tuple[str, ...]]:
-    """Return a parameter's elementwise states that fit none of `shapes`, by their shape. `entries` are by kind."""
-    specs = {kind: facts.layout.tensors[name].spec for kind, name in entries.items()}
+    """Return a parameter's elementwise states that fit none of `shapes`, by their shape.
+
+    `entry_by_kind` are by kind.
+    """
+    specs = {kind: facts.layout.tensors[name].spec for kind, name in entry_by_kind.items()}
     if any(word in kind for word in _MARKS_OF_PACKED_STATES for kind in specs):
         return {}
     kinds_by_shape: dict[Shape, tuple[str, ...]] = {}
@@ -86,7 +89,7 @@ def misshaped_states(
             alike = (shape for shape in shapes if len(shape) == len(own))
             fits = fits or any(all(a in (1, b) for a, b in zip(own, shape, strict=True)) for shape in alike)
         if spec.dtype.kind in _FLOATS and spec.numel != 1 and not fits:
-            kinds_by_shape[own] = (*kinds_by_shape.get(own, ()), entries[kind])
+            kinds_by_shape[own] = (*kinds_by_shape.get(own, ()), entry_by_kind[kind])
     return {shape: tuple(sorted(kinds)) for shape, kinds in kinds_by_shape.items()}
 
 
@@ -130,7 +133,7 @@ def find_wrapper_prefix_mismatch(facts: Facts) -> Iterator[Inconsistency]:
         if has_group_map(facts.layout, above):
             continue  # this trainer looks the states up by their wrapped names
         for name, entries in states.items():
-            weight = None if name in facts.shapes_by_name else facts.plain_names.get(without_wrappers(name))
+            weight = None if name in facts.shapes_by_name else facts.name_by_unwrapped_name.get(without_wrappers(name))
             if weight is None or name.isdecimal():
                 continue
             code, text = ("wrapped_state", name) if without_wrappers(name) != name else ("wrapped_weight", weight)
@@ -148,7 +151,7 @@ def find_unknown_names(facts: Facts) -> Iterator[Inconsistency]:
     for above, kinds in facts.state_kinds_by_parameter.items():
         names = {name for name in kinds.keys() | listed.get(above, set()) if not name.isdecimal()}
         unknown = sorted(name for name in names if not facts.is_weight_name(name))
-        if not unknown or not facts.weights or has_group_map(facts.layout, above) or may_be_adapted(unknown):
+        if not unknown or not facts.weights or has_group_map(facts.layout, above) or may_be_adapter(unknown):
             continue
         entries = tuple(state_entry_name(above, name) for name in unknown)
         if (prefix := find_extra_prefix(facts, unknown, kinds)) is not None:
@@ -183,9 +186,9 @@ def find_missing_prefix(facts: Facts, unknown: Sequence[str]) -> str | None:
     return min(fitting, key=len, default=None)
 
 
-def has_group_map(layout: Layout, above: KeyPath) -> bool:
+def has_group_map(layout: Layout, optimizer_key: KeyPath) -> bool:
     """Return whether an optimizer has a map from parameters to groups instead of parameter lists."""
-    key = (*above, GROUP_MAP)
+    key = (*optimizer_key, GROUP_MAP)
     return any(layout.key(name)[: len(key)] == key for name in layout.blobs)
 
 
@@ -216,9 +219,9 @@ def group_list_inconsistencies(facts: Facts) -> Iterator[Inconsistency]:
                 yield Inconsistency("unlisted_state", state_entry_name(above, parameter))
 
 
-def state_entry_name(above: KeyPath, parameter: str) -> str:
+def state_entry_name(optimizer_key: KeyPath, parameter: str) -> str:
     """Return the name of a parameter's state entry in the optimizer at a key path."""
-    return ".".join([*map(str, above), "state", parameter])
+    return ".".join([*map(str, optimizer_key), "state", parameter])
 
 
 def find_train_mode_schedule_free(facts: Facts) -> Iterator[Inconsistency]:
@@ -230,7 +233,7 @@ def find_train_mode_schedule_free(facts: Facts) -> Iterator[Inconsistency]:
             yield Inconsistency("training_point", optimizer, {"averaged": averaged, "total": len(states)})
 
 
-def find_other_step(facts: Facts) -> Iterator[Inconsistency]:
+def find_optimizer_step_mismatch(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the optimizers with another step than the job's counters, which are in another file of the save.
 
     The files may be of two saves; or the job loaded its weights without their optimizer. The step in a tensor is
@@ -247,12 +250,12 @@ def find_other_step(facts: Facts) -> Iterator[Inconsistency]:
             yield Inconsistency("other_step", entries[0], {"taken": steps[0]})
 
 
-def is_one_of_steps(facts: Facts, name: str, steps: Collection[int]) -> bool | None:
+def is_one_of_steps(facts: Facts, entry: str, steps: Collection[int]) -> bool | None:
     """Return whether an entry has one of these numbers; None if that is unknown."""
-    if name not in facts.layout.tensors:
-        number = facts.find_number(name)
+    if entry not in facts.layout.tensors:
+        number = facts.find_number(entry)
         return None if number is None else number in steps
-    tensor = facts.layout.tensors[name]
+    tensor = facts.layout.tensors[entry]
     code, sums = _ARRAY_CODES.get(tensor.spec.dtype.name), {chunk.crc32 for chunk in tensor.chunks if chunk.run is None}
     if code is None or tensor.spec.shape or len(sums) != 1 or None in sums:
         return None

@@ -22,7 +22,7 @@ from ckptkit.io.file import list_directories
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.layout.axes import FlatPiece, cut_tensor_from_flat
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import is_flat_name
+from ckptkit.layout.wrappers import is_flat_parameter_name
 from ckptkit.models.companions import find_companions, find_model_config
 from ckptkit.trainers import is_other_component_name
 
@@ -37,8 +37,8 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     `Corrupt` if the description belongs to another model.
     """
     keys = {name: layout.key(name) for name in layout.tensors}
-    flat = {name: key for name, key in keys.items() if is_flat_name(str(key[-1]))}
-    known = find_original_shapes(layout, path, base)
+    flat = {name: key for name, key in keys.items() if is_flat_parameter_name(str(key[-1]))}
+    known = original_shapes_and_source(layout, path, base)
     if known is None:
         message = "this is a flat parameter, and no file gives the names and shapes of the parameters in it"
         raise Unsupported(message, path=path, tensor=next(iter(flat)), hint=_HINT)
@@ -67,7 +67,7 @@ def unflatten_parameters(layout: Layout, path: Path, base: str | None = None) ->
     return replace(layout, tensors=tensors, keys=keys)
 
 
-def find_original_shapes(layout: Layout, path: Path, base: str | None) -> tuple[dict[str, Shape], str] | None:
+def original_shapes_and_source(layout: Layout, path: Path, base: str | None) -> tuple[dict[str, Shape], str] | None:
     """Return the shapes of the model's parameters in order, and the name of the file that describes them, or None.
 
     Raises `Unsupported` for the config.json of an unknown model type.
@@ -76,7 +76,7 @@ def find_original_shapes(layout: Layout, path: Path, base: str | None) -> tuple[
     folders = sorted(list_directories(path)) if path.is_dir() else []
     readers = ((folder, detect_format(folder)) for folder in folders if is_other_component_name(folder.name))
     beside = (reader.read(folder) for folder, reader in readers if reader is not None)
-    shapes = next(filter(None, map(find_ordered_shapes, chain([layout], beside))), None)
+    shapes = next(filter(None, map(find_optimizer_parameter_shapes, chain([layout], beside))), None)
     if shapes is not None:
         return shapes, "the optimizer"
     config = find_companions(path, base).config if base is not None else find_model_config(path)
@@ -88,7 +88,7 @@ def find_original_shapes(layout: Layout, path: Path, base: str | None) -> tuple[
         return dict(expected_model(config).parameters), "config.json"
 
 
-def find_ordered_shapes(layout: Layout) -> dict[str, Shape] | None:
+def find_optimizer_parameter_shapes(layout: Layout) -> dict[str, Shape] | None:
     """Return an optimizer's parameter shapes by name, in order; None without names, or with groups of unknown order."""
     moments: dict[str, Shape] = {}
     for name, tensor in layout.tensors.items():
@@ -102,32 +102,38 @@ def find_ordered_shapes(layout: Layout) -> dict[str, Shape] | None:
 
 
 def split_flat_parameter(
-    tensor: StoredTensor, members: Mapping[str, Shape], said_by: str, name: str, layout: Layout
+    tensor: StoredTensor, member_shapes: Mapping[str, Shape], shape_source: str, name: str, layout: Layout
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a flat parameter's members. Raises `Corrupt` if none fill it, `Unsupported` if they fit in several ways."""
     world = layout.world_size or 1
-    starts = {fit for a in _ALIGNMENTS if (fit := find_member_offsets(members, tensor.spec.numel, a, world))}
+    starts = {fit for a in _ALIGNMENTS if (fit := find_member_offsets(member_shapes, tensor.spec.numel, a, world))}
     if len(starts) > 1:
-        message = f"the {len(members)} parameters of {said_by} fit into this flat parameter in {len(starts)} ways"
+        message = (
+            f"the {len(member_shapes)} parameters of {shape_source} fit into this flat parameter in {len(starts)} ways"
+        )
         raise Unsupported(message, path=layout.path, tensor=name)
     if not starts:
-        total = sum(map(prod, members.values()))
-        message = f"expected {total} elements in {len(members)} parameters ({said_by}), found {tensor.spec.numel}"
-        raise Corrupt(message, path=layout.path, tensor=name, hint=f"check that {said_by} belongs to this model")
+        total = sum(map(prod, member_shapes.values()))
+        message = (
+            f"expected {total} elements in {len(member_shapes)} parameters ({shape_source}), found {tensor.spec.numel}"
+        )
+        raise Corrupt(message, path=layout.path, tensor=name, hint=f"check that {shape_source} belongs to this model")
     pieces = [FlatPiece(chunk.start[0], chunk.box.stop[0], chunk) for chunk in tensor.chunks]
-    for (parameter, shape), start in zip(members.items(), *starts, strict=True):
+    for (parameter, shape), start in zip(member_shapes.items(), *starts, strict=True):
         yield (
             parameter,
             StoredTensor(replace(tensor.spec, shape=shape), tuple(cut_tensor_from_flat(pieces, start, shape))),
         )
 
 
-def find_member_offsets(members: Mapping[str, Shape], numel: int, alignment: int, world: int) -> tuple[int, ...] | None:
+def find_member_offsets(
+    member_shapes: Mapping[str, Shape], numel: int, alignment: int, world_size: int
+) -> tuple[int, ...] | None:
     """Return the start of each member, aligned to `alignment` elements; None if the members do not fill the tensor."""
     starts, at = [], 0
-    for shape in members.values():
+    for shape in member_shapes.values():
         at += -at % alignment
         starts.append(at)
         at += prod(shape)
-    end = at if alignment == 1 else at + -at % world
+    end = at if alignment == 1 else at + -at % world_size
     return tuple(starts) if end == numel else None

@@ -19,7 +19,7 @@ from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.layout.box import Shape
 from ckptkit.layout.matching import check_indices
-from ckptkit.layout.wrappers import is_record_of, read_recorded_names
+from ckptkit.layout.wrappers import names_match_ignoring_wrappers, read_recorded_names
 from ckptkit.models.names.parameters import ELEMENTWISE, SECOND_MOMENTS, is_list_of_names, is_list_of_parameters
 
 NAMES, IDS = "names", "ids"
@@ -173,7 +173,7 @@ def with_parameter_keys(layout: Layout, optimizer: Optimizer, new_keys: Mapping[
         if (
             record in blobs
             and optimizer.has_parameter_names
-            and not is_record_of(load_value(layout.root, blobs[record]), group)
+            and not names_match_ignoring_wrappers(load_value(layout.root, blobs[record]), group)
         ):
             blobs[record] = with_new_value(blobs[record], list(group))
     return edits.with_new_key_paths(replace(layout, blobs=blobs), keys)
@@ -195,16 +195,16 @@ def states_by_parameter(layout: Layout, optimizer: Optimizer) -> dict[str, dict[
     return states
 
 
-def find_parameter_shape(state: Mapping[str, Shape]) -> Shape | None:
+def find_parameter_shape(state_shapes: Mapping[str, Shape]) -> Shape | None:
     """Return the shape of a state's parameter; None without tensors. Raises `Unsupported` if no tensor shows it."""
-    known = {name: shape for name, shape in state.items() if name.rpartition(".")[2] in ELEMENTWISE}
+    known = {name: shape for name, shape in state_shapes.items() if name.rpartition(".")[2] in ELEMENTWISE}
     first_moments = {shape for name, shape in known.items() if name.rpartition(".")[2] not in SECOND_MOMENTS}
     shapes = first_moments or set(known.values())
     if len(shapes) == 1:
         return shapes.pop()
-    if all(name in state for name in _FACTORS):
-        rows, columns = (state[name] for name in _FACTORS)
+    if all(name in state_shapes for name in _FACTORS):
+        rows, columns = (state_shapes[name] for name in _FACTORS)
         return (*rows, *columns[-1:])
-    if state.keys() - {"step"}:
-        raise Unsupported(f"expected a state with the parameter's shape, found only {', '.join(sorted(state))}")
+    if state_shapes.keys() - {"step"}:
+        raise Unsupported(f"expected a state with the parameter's shape, found only {', '.join(sorted(state_shapes))}")
     return None

@@ -38,7 +38,7 @@ from ckptkit.checkpoints.optimizers.parameter_order import (
 from ckptkit.errors import Mismatch, SeveralModels, Unsupported, Usage, errors_at
 from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import KEEP_NUMBERS, is_full_model, match_by_size, match_trained
+from ckptkit.layout.matching import KEEP_NUMBERS, is_full_model, match_by_size, match_with_frozen_parameters
 from ckptkit.layout.wrappers import PARAM_NAMES, match_with_prefix, parameters_by_index, without_wrapper_prefixes
 from ckptkit.models.companions import find_model_config
 from ckptkit.models.names.weights import find_model_key, training_state_names
@@ -64,28 +64,28 @@ class Order:
     names: tuple[str, ...] = ()
 
 
-def read_order(text: str) -> Order:
+def read_optimizer_order(option_value: str) -> Order:
     """Return the order that `--optimizer-order` means: a file has one name a line, or is a JSON list of names.
 
     Raises `Usage` for a file without names, or with a name twice.
     """
-    if text == OF_MODEL:
-        return Order(text)
+    if option_value == OF_MODEL:
+        return Order(option_value)
     hint = f"pass {ORDER} {OF_MODEL}, or a file with one parameter name a line"
     try:
-        content = Path(text).read_text()
+        content = Path(option_value).read_text()
     except (OSError, UnicodeDecodeError):
-        raise Usage(f"{ORDER}: expected `{OF_MODEL}` or a text file, found `{text}`", hint=hint) from None
+        raise Usage(f"{ORDER}: expected `{OF_MODEL}` or a text file, found `{option_value}`", hint=hint) from None
     try:
         names = json.loads(content)
     except ValueError:
         names = [line.strip() for line in content.splitlines() if line.strip()]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise Usage(f"{ORDER}: expected names of parameters in `{text}`, found none", hint=hint)
+        raise Usage(f"{ORDER}: expected names of parameters in `{option_value}`, found none", hint=hint)
     repeated = next((name for name, times in Counter(names).items() if times > 1), None)
     if repeated is not None:
-        raise Usage(f"{ORDER}: `{text}` lists `{repeated}` twice", hint="list each parameter once")
-    return Order(text, tuple(names))
+        raise Usage(f"{ORDER}: `{option_value}` lists `{repeated}` twice", hint="list each parameter once")
+    return Order(option_value, tuple(names))
 
 
 @dataclass(frozen=True)
@@ -155,9 +155,9 @@ def find_parameter_names(
     about the optimizer. Raises `Unsupported` or `Mismatch` if the names are not certain, or contradict `order`.
     """
     with errors_at(path=layout.path):
-        assumed = None if order is None else assume_names(layout, optimizer, models, path, order)
+        assumed = None if order is None else assume_parameter_names(layout, optimizer, models, path, order)
         try:
-            proven = prove_names(layout, optimizer, models)
+            proven = prove_parameter_names(layout, optimizer, models)
         except (Mismatch, Unsupported):
             if assumed is None:
                 raise
@@ -167,7 +167,7 @@ def find_parameter_names(
         return proven
 
 
-def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]) -> NamedNumbers:
+def prove_parameter_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]) -> NamedNumbers:
     """Return the names that the checkpoint proves. Raises `Unsupported` or `Mismatch` without a proof."""
     recorded = recorded_names_by_index(layout, optimizer)
     if recorded:
@@ -193,7 +193,7 @@ def prove_names(layout: Layout, optimizer: Optimizer, models: Sequence[OneModel]
     return NamedNumbers(names, model, "their shapes allow only one assignment")
 
 
-def assume_names(
+def assume_parameter_names(
     layout: Layout, optimizer: Optimizer, models: Sequence[OneModel], path: Path, order: Order
 ) -> NamedNumbers:
     """Return the names in the order that the user states. Raises `Unsupported` or `Mismatch` if it does not fit."""
@@ -202,7 +202,7 @@ def assume_names(
         sizes, config = parameter_shapes_of(layout, optimizer), find_model_config(path)
 
         def fit(model: OneModel) -> Names:
-            return match_trained(optimizer.groups, sizes, ordered_parameters(model.layout, config))
+            return match_with_frozen_parameters(optimizer.groups, sizes, ordered_parameters(model.layout, config))
 
         model, names = choose_model_by_names(models, fit, optimizer)
         others = [other for other in models if other is not model]
@@ -251,9 +251,9 @@ def match_recorded_names(
     shapes_by_index: Mapping[int, Shape],
     models: Sequence[OneModel],
     optimizer: Optimizer,
-    lister: str = f"`{PARAM_NAMES}`",
+    source: str = f"`{PARAM_NAMES}`",
 ) -> tuple[OneModel, Names]:
-    """Return the model that has the names that `lister` records, and its name for each index.
+    """Return the model that has the names that `source` records, and its name for each index.
 
     The names may be those of a module of the model, unless the optimizer has all parameters of the model. Raises
     `Mismatch` or `Unsupported` if there is no such model, or several.
@@ -263,7 +263,7 @@ def match_recorded_names(
     ]
     try:
         exact = choose_model_by_names(
-            models, lambda model: parameters_by_index(recorded, shapes_by_index, model.shapes, lister), optimizer
+            models, lambda model: parameters_by_index(recorded, shapes_by_index, model.shapes, source), optimizer
         )
         assignments = [exact] if len(exact[1]) == len(exact[0].shapes) else [exact, *prefixed]
     except Mismatch:
@@ -274,7 +274,7 @@ def match_recorded_names(
     if not all(are_same_names(names, first[1]) for _, names in others):
         number, name = next(iter(recorded.items()))
         names = ", ".join(f"`{model}`" for model in dict.fromkeys(assignment[number] for _, assignment in assignments))
-        raise Unsupported(f"`{name}` in {lister} can mean several parameters: {names}", hint=_HINT)
+        raise Unsupported(f"`{name}` in {source} can mean several parameters: {names}", hint=_HINT)
     return first
 
 

@@ -87,6 +87,6 @@ def is_order_of_modules(names: Iterable[str]) -> bool:
     return len(kinds) <= 1 or names != sorted(names)
 
 
-def is_lower_module_number(left: str, entered: str) -> bool:
-    left_label, entered_label = left.rpartition(".")[2], entered.rpartition(".")[2]
+def is_lower_module_number(exited_module: str, entered_module: str) -> bool:
+    left_label, entered_label = exited_module.rpartition(".")[2], entered_module.rpartition(".")[2]
     return left_label.isdecimal() and entered_label.isdecimal() and int(left_label) > int(entered_label)

@@ -16,11 +16,11 @@ from ckptkit.words import count, format_bytes
 OWNERS = ("#6aa9ec", "#4fb8b3", "#74bd7d", "#c9b84c", "#eba550", "#e58a76", "#dd8abf", "#a794e8")
 
 
-def owner_color(position: int, count: int) -> str:
-    """Return the color of owner `position` of `count`: one of eight colors, or for more owners a gradient of them."""
+def owner_color(owner_index: int, count: int) -> str:
+    """Return the color of owner `owner_index` of `count`: one of eight, or for more owners a gradient of them."""
     if count <= len(OWNERS):
-        return OWNERS[position]
-    at = position / (count - 1) * (len(OWNERS) - 1)
+        return OWNERS[owner_index]
+    at = owner_index / (count - 1) * (len(OWNERS) - 1)
     left = min(int(at), len(OWNERS) - 2)
     pairs = zip(rgb_channels(OWNERS[left]), rgb_channels(OWNERS[left + 1]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * (at - left)):02x}" for a, b in pairs)
@@ -126,14 +126,19 @@ def draw_bars(shards: ShardMap, columns: MapColumns) -> Iterator[Markup]:
 
 
 def draw_row(
-    row: Row, start: str, shards: ShardMap, columns: MapColumns, position: tuple[float, float], most_shards: int
+    row: Row,
+    name_prefix: str,
+    shards: ShardMap,
+    columns: MapColumns,
+    top_and_height: tuple[float, float],
+    most_shards: int,
 ) -> Markup:
-    """Draw a row: the tensor's name without the prefix `start`, its shards, how they are cut, and its bytes.
+    """Draw a row: the tensor's name without the prefix `name_prefix`, its shards, how they are cut, and its bytes.
 
-    `position` is the top of the row and the height of its rectangles. `most_shards` is the maximum number of
+    `top_and_height` is the top of the row and the height of its rectangles. `most_shards` is the maximum number of
     rectangles.
     """
-    top, height = position
+    top, height = top_and_height
     times = f" x{row.repeats}" if row.repeats > 1 else ""
     how = ", ".join(row.remarks)
     name_y = top + height / 2 + 3.5
@@ -141,7 +146,7 @@ def draw_row(
         times, how = f"{times}  {how}".rstrip(), ""
         name_y, top = top + 12, top + _ABOVE
     middle = top + height / 2 + 3.5
-    name = shorten(row.label.removeprefix(start), max(12, columns.letters - len(times)))
+    name = shorten(row.label.removeprefix(name_prefix), max(12, columns.letters - len(times)))
     return element(
         "g",
         element(
@@ -155,12 +160,12 @@ def draw_row(
 
 
 def draw_shard_rectangles(
-    row: Row, shards: ShardMap, columns: MapColumns, position: tuple[float, float], most: int
+    row: Row, shards: ShardMap, columns: MapColumns, top_and_height: tuple[float, float], max_rectangles: int
 ) -> Iterator[Markup]:
-    """Draw a rectangle for each shard, or for several consecutive shards if there are more than `most`."""
-    top, height = position
+    """Draw a rectangle for each shard, or for several consecutive shards if there are more than `max_rectangles`."""
+    top, height = top_and_height
     pairs = list(zip(row.cut.rectangles, row.shards, strict=True))
-    together = max(1, ceil(len(pairs) / most))
+    together = max(1, ceil(len(pairs) / max_rectangles))
     across = columns.right - columns.left
     for at in range(0, len(pairs), together):
         group = pairs[at : at + together]

@@ -43,7 +43,7 @@ class Cut:
         return len(self.axes) == 2 and not self.is_flat
 
 
-def cut_boxes(shape: Shape, boxes: Sequence[Box]) -> Cut:
+def boxes_to_rectangles(shape: Shape, boxes: Sequence[Box]) -> Cut:
     """Return the rectangles of boxes that tile a tensor: along one axis, by byte order, or along two axes.
 
     Boxes cut along more than two axes are side by side, with widths in proportion to their sizes.
@@ -124,7 +124,7 @@ class Row:
 
     @cached_property
     def cut(self) -> Cut:
-        return cut_boxes(self.spec.shape, [shard.box for shard in self.shards])
+        return boxes_to_rectangles(self.spec.shape, [shard.box for shard in self.shards])
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +183,10 @@ def map_shards(layout: Layout) -> ShardMap:
     owners = [Owner(str(number), names.get(number, f"rank {number}"), sizes[number]) for number in sorted(sizes)]
     positions = {number: position for position, number in enumerate(sorted(sizes))}
     positioned = {path: positions[number] for path, number in numbers.items()}
-    return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold_rows(layout, positioned)))
+    return ShardMap("rank" if by_rank else "file", tuple(owners), tuple(fold_similar_tensors(layout, positioned)))
 
 
-def fold_rows(layout: Layout, owner_of: Mapping[str, int]) -> Iterator[Row]:
+def fold_similar_tensors(layout: Layout, owner_of: Mapping[str, int]) -> Iterator[Row]:
     """Yield the rows of a layout. Tensors share a row if spec and shards are equal and only numbers in names differ.
 
     `owner_of` has the owner's position by file.

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.checkpoints.account import Filled, Lost
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Chunk, Fault, Layout, StoredTensor, axes, find_tiling_error
-from ckptkit.layout.box import Box, find_outside, find_overlap, full_box, intersect, subtract_boxes
+from ckptkit.layout.box import Box, find_box_outside, find_overlap, full_box, intersect, subtract_boxes
 
 
 @dataclass(slots=True)
@@ -69,9 +69,9 @@ def replace_lost_by_replicas(
     broken = find_tiling_error(root, tensor)
     if broken is None and not tensor.is_lost:
         return tensor
-    shape = tensor.shape_of_chunks
+    shape = tensor.shape_tiled_by_chunks
     boxes = [chunk.box for chunk in tensor.chunks]
-    if find_outside(shape, boxes) is not None or find_overlap(boxes) is not None:
+    if find_box_outside(shape, boxes) is not None or find_overlap(boxes) is not None:
         assert broken is not None
         return replace(tensor, chunks=(Chunk.lost(full_box(shape), tensor.spec.dtype, Fault.of(broken)),))
     good = [chunk for chunk in tensor.chunks if not chunk.is_lost]
@@ -93,7 +93,7 @@ def replace_lost_by_replicas(
 
 
 def replace_lost_from_copy(
-    tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, words: str
+    tensor: StoredTensor, other: StoredTensor | None, root: Path, faults: Faults, source_description: str
 ) -> StoredTensor:
     """Return a tensor whose lost chunks are replaced by chunks of `other`, a tensor with the same values.
 
@@ -107,15 +107,15 @@ def replace_lost_from_copy(
         is_whole = sum(part.box.numel for part in parts) == chunk.box.numel
         if parts and is_whole and not any(part.is_lost for part in parts):
             taken = [with_absolute_path(part, root) for part in parts]
-            faults.record_fill_source(taken, words)
+            faults.record_fill_source(taken, source_description)
             chunks += taken
         else:
             chunks.append(chunk)
     return replace(tensor, chunks=tuple(chunks))
 
 
-def can_replace(tensor: StoredTensor, other: StoredTensor) -> bool:
-    spec, other_spec = tensor.spec, other.spec
+def can_replace(tensor: StoredTensor, replacement: StoredTensor) -> bool:
+    spec, other_spec = tensor.spec, replacement.spec
     is_castable = spec.dtype == other_spec.dtype or other_spec.dtype.is_castable_to(spec.dtype)
     return spec.shape == other_spec.shape and is_castable and tensor.splits is None
 

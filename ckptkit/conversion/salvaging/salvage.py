@@ -45,7 +45,7 @@ from ckptkit.models.names.parameters import NewName
 from ckptkit.models.names.weights import find_weights, find_weights_or_none, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
-from ckptkit.state.matching import comparison_keys, name_training_if_possible
+from ckptkit.state.matching import comparison_keys, name_checkpoint_if_possible
 from ckptkit.state.names import NameOptions, collect_name_arguments
 from ckptkit.state.options import ConvertOptions
 
@@ -174,7 +174,9 @@ def survey_and_repair(
         words = "every item in its files agrees with that metadata in dtype, shape, length and order"
         notes.append(f"{checkpoint.path} has no metadata: ckptkit used that of {faults.described_by}; {words}")
     origin = Origin.of(other.path)
-    filled, remarks = fill(repaired, other, faults, NameOptions(options.table, options.rename, options.base))
+    filled, remarks = fill_from_checkpoint(
+        repaired, other, faults, NameOptions(options.table, options.rename, options.base)
+    )
     if faults.filled:
         remarks += warn_of_other_model(filled, other, options)
     return Salvage(filled, faults, other.path, (origin,), (*notes, *remarks))
@@ -234,7 +236,9 @@ class FillSource:
         return blob and blob._replace(path=os.path.abspath(self.layout.root / blob.path))
 
 
-def fill(checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions) -> tuple[Checkpoint, list[str]]:
+def fill_from_checkpoint(
+    checkpoint: Checkpoint, other: Checkpoint, faults: Faults, named: NameOptions
+) -> tuple[Checkpoint, list[str]]:
     """Return a checkpoint whose lost tensors, or lost parts of tensors, are replaced by another checkpoint's.
 
     `named` are the user's options about names in either. Also returns remarks on names and shapes that do not fit.
@@ -262,14 +266,14 @@ def open_fill_source(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, 
         config = named.find_config_of(other) or checkpoint.companions.config
         family = ours or checkpoint.family
         asked = collect_name_arguments(other, family.name if family else HUB, config, named.table)
-        layout, remarks = name_training_if_possible(layout, asked, other.path)
-    own, model = own_names(layout), find_weights_or_none(layout)
+        layout, remarks = name_checkpoint_if_possible(layout, asked, other.path)
+    own, model = names_without_model_prefix(layout), find_weights_or_none(layout)
     weights = frozenset(own[name] for name in model.came_from.values()) if model else frozenset()
     names = {new: name for name, new in own.items()}
     return FillSource(other.path, layout, names, weights, renaming_function(named.rename), tuple(remarks))
 
 
-def own_names(layout: Layout) -> dict[str, str]:
+def names_without_model_prefix(layout: Layout) -> dict[str, str]:
     """Return the name of each entry without the prefix of the model; the full name if that would be ambiguous."""
     model = find_weights_or_none(layout)
     names = {name: name for name in layout.names}
@@ -279,37 +283,37 @@ def own_names(layout: Layout) -> dict[str, str]:
     return own if len(set(own.values())) == len(own) else names
 
 
-def fill_component(component: Component, filler: FillSource, faults: Faults) -> tuple[Component, list[str]]:
+def fill_component(component: Component, fill_source: FillSource, faults: Faults) -> tuple[Component, list[str]]:
     """Return a component with its lost tensors and entries from the other checkpoint, and remarks on misfits."""
     remarks = []
     layout = component.salvaged
     assert layout is not None
-    own = own_names(layout)
+    own = names_without_model_prefix(layout)
     tensors, blobs = dict(layout.tensors), dict(layout.blobs)
     for name in [name for name, tensor in tensors.items() if tensor.is_lost]:
-        filling = filler.find_tensor(own[name])
+        filling = fill_source.find_tensor(own[name])
         if filling is not None and not can_replace(replace(tensors[name], splits=None), filling):
-            found = f"found {filling.spec} in {filler.path}"
+            found = f"found {filling.spec} in {fill_source.path}"
             remarks.append(f"did not fill `{name}`: expected {tensors[name].spec}, {found}")
         elif filling is not None:
-            faults.record_fill_source(filling.chunks, str(filler.path))
+            faults.record_fill_source(filling.chunks, str(fill_source.path))
             tensors[name] = replace(filling, spec=tensors[name].spec)
     # the lost entries, too, by their names without the prefix of the model
     lost = {name: Blob("", 0, 0, b"") for name in faults.entries if name in layout.keys or not layout.keys}
-    own_with_lost = own_names(replace(layout, blobs={**layout.blobs, **lost}))
+    own_with_lost = names_without_model_prefix(replace(layout, blobs={**layout.blobs, **lost}))
     for name in lost:
-        if (blob := filler.find_entry(own_with_lost[name])) is not None:
+        if (blob := fill_source.find_entry(own_with_lost[name])) is not None:
             blobs[name] = blob
-            faults.filled_entries[name] = str(filler.path)
+            faults.filled_entries[name] = str(fill_source.path)
             del faults.entries[name]
     absent = [name for name in faults.unplaced if name not in layout.names]  # tensors without a known shape
     if faults.unnamed and component.is_model and not layout.keys:
         # the contents of some files are unknown: they may be any weights that only the other checkpoint has
-        absent += sorted(filler.weights - set(layout.names) - set(absent))
+        absent += sorted(fill_source.weights - set(layout.names) - set(absent))
     for name in absent:
-        filling = filler.find_tensor(name)
+        filling = fill_source.find_tensor(name)
         if filling is not None:
-            faults.record_fill_source(filling.chunks, str(filler.path))
+            faults.record_fill_source(filling.chunks, str(fill_source.path))
             tensors[name] = filling
             faults.unplaced.pop(name, None)
     return replace(component, salvaged=replace(layout, tensors=tensors, blobs=blobs)), remarks

@@ -56,7 +56,7 @@ def build_nested(node: Tree | str, value_of: Callable[[str], Any]) -> Any:
         return value_of(node)
     positions = [step for step in node if isinstance(step, int)]
     if not positions:
-        nested = {dict_key_of(step): build_nested(child, value_of) for step, child in node.items()}
+        nested = {dict_key_of_element(step): build_nested(child, value_of) for step, child in node.items()}
         groups, state = nested.get("param_groups"), nested.get("state")
         # key paths have text for the integer keys of a dict, but torch's optimizers look for their state under integers
         if isinstance(groups, list) and isinstance(state, dict):
@@ -75,24 +75,26 @@ def build_nested(node: Tree | str, value_of: Callable[[str], Any]) -> Any:
     return tuple(members) if all(isinstance(step, TuplePlace) for step in positions) else members
 
 
-def dict_key_of(step: str | int) -> Any:
+def dict_key_of_element(element: str | int) -> Any:
     """Return the key of a dict that a step of a key path stands for."""
-    if isinstance(step, NumberKey):
-        return step.number
-    if isinstance(step, DTypeKey):
-        dtypes = tuple(Global(*name.rsplit(".", 1)) for name in step.strip("()").split(", "))
-        return dtypes if step.startswith("(") else dtypes[0]
-    return step
+    if isinstance(element, NumberKey):
+        return element.number
+    if isinstance(element, DTypeKey):
+        dtypes = tuple(Global(*name.rsplit(".", 1)) for name in element.strip("()").split(", "))
+        return dtypes if element.startswith("(") else dtypes[0]
+    return element
 
 
-def step_of_dict_key(key: Any) -> str | None:
+def key_path_element(dict_key: Any) -> str | None:
     """Return the step of a key path for the key of a dict; None for a key of an unsupported type."""
-    if isinstance(key, str):
-        return key
-    if isinstance(key, int):
-        return NumberKey(key)
-    dtypes = key if isinstance(key, tuple) and len(key) > 1 else (key,)
-    return DTypeKey(key) if all(isinstance(dtype, Global) and dtype.module == "torch" for dtype in dtypes) else None
+    if isinstance(dict_key, str):
+        return dict_key
+    if isinstance(dict_key, int):
+        return NumberKey(dict_key)
+    dtypes = dict_key if isinstance(dict_key, tuple) and len(dict_key) > 1 else (dict_key,)
+    return (
+        DTypeKey(dict_key) if all(isinstance(dtype, Global) and dtype.module == "torch" for dtype in dtypes) else None
+    )
 
 
 def clash_error(node: Tree | str, name: str) -> Unsupported:
@@ -189,7 +191,7 @@ class Flattening:
     def find_children(self, value: Any) -> list[tuple[str | int, Any]] | None:
         """Return the members of a dict or list, each with its step of the key path; None for a single entry."""
         pairs = find_dict_items(value)
-        steps = [step for key, _ in pairs or () if (step := step_of_dict_key(key)) is not None]
+        steps = [step for key, _ in pairs or () if (step := key_path_element(key)) is not None]
         if pairs and len(steps) == len(pairs):
             return [(step, child) for step, (_, child) in zip(steps, pairs, strict=True)]
         if not isinstance(value, (list, tuple)):
@@ -233,9 +235,9 @@ class Flattening:
         self.charge_budget(len(content))
         return Blob(self.path, self.pickle.offset, 0, content)
 
-    def charge_budget(self, amount: int) -> None:
+    def charge_budget(self, nbytes: int) -> None:
         """Raise `Unsupported` if the entries became much larger than their pickle."""
-        self.budget -= amount
+        self.budget -= nbytes
         if self.budget < 0:
             size = self.pickle.length
             raise Unsupported(f"a pickle of {size} bytes expands to more than {_EXPANSION} times its size")

@@ -17,8 +17,8 @@ from ckptkit.formats.archives.zip_entries import (
     Located,
     ReadAt,
     ZipEntry,
-    check_archive_in_memory,
-    open_archive,
+    locate_single_tensor,
+    verify_archive_in_memory,
 )
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
@@ -69,7 +69,7 @@ def locate_in_archives(
             except CkptError as error:
                 report(error.blame(path=layout.root / path, tensor=name, offset=chunk.offset))
         tensors = {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in located.items()}
-        blobs = {name: with_verified_checksum(layout, name, files, report) for name in layout.blobs}
+        blobs = {name: blob_with_verified_checksum(layout, name, files, report) for name in layout.blobs}
     return replace(layout, tensors={**layout.tensors, **tensors}, blobs=blobs)
 
 
@@ -94,13 +94,13 @@ def locate_in_own_archive(chunk: Chunk, files: ReadAhead, templates: ArchiveTemp
     return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, tensor.dtype, strides, crc)
 
 
-def with_verified_checksum(layout: Layout, name: str, files: OpenFiles, report: Report) -> Blob:
+def blob_with_verified_checksum(layout: Layout, blob_name: str, files: OpenFiles, report: Report) -> Blob:
     """Return a blob with the CRC-32 of its bytes, if it is an archive whose contents match the checksums in it.
 
     Reports an archive that does not match. Does not read a blob again that has a CRC-32. A blob that is not an archive,
     or is too large for memory, remains unchecked.
     """
-    blob = layout.blobs[name]
+    blob = layout.blobs[blob_name]
     path = layout.root / blob.path
     if blob.content is not None or blob.wrapper or blob.crc32 is not None or blob.length > _LARGEST_CHECKED:
         return blob
@@ -108,9 +108,9 @@ def with_verified_checksum(layout: Layout, name: str, files: OpenFiles, report: 
         data = read_at(files[blob.path], blob.length, blob.offset)
         if not data.startswith(b"PK"):
             return blob
-        check_archive_in_memory(data)
+        verify_archive_in_memory(data)
     except CkptError as error:
-        report(error.blame(path=path, tensor=name, offset=blob.offset))
+        report(error.blame(path=path, tensor=blob_name, offset=blob.offset))
         return blob
     return blob._replace(crc32=crc32(data))
 
@@ -128,7 +128,7 @@ class ArchiveTemplates:
         if fitting is not None:
             return fitting
         read = files.reader_within(path, offset, length)
-        located, entries = open_archive(read, length)
+        located, entries = locate_single_tensor(read, length)
         template = make_template(read, length, located, entries)
         if template is not None:
             # rare, so a full cache is simply emptied

@@ -13,15 +13,15 @@ from ckptkit.formats.archives.zip_entries import (
     ReadAt,
     ZipEntry,
     check_byte_order,
-    read_directory,
-    read_directory_location,
+    read_central_directory,
+    read_central_directory_location,
     read_entry_content,
     with_cached_ends,
 )
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, PersistentId
 from ckptkit.formats.pickles.tensor_calls import STORAGES
-from ckptkit.io.file import find_wrong_kind_error, opening, read_at
+from ckptkit.io.file import find_missing_content_error, opening, read_at
 from ckptkit.layout import Extent, FileOffset, Layout
 from ckptkit.layout.dtypes import DTYPES
 
@@ -54,7 +54,7 @@ def is_torch_tar(head: bytes) -> bool:
     return head[257:262] == b"ustar" and b"sys_info\0" in head
 
 
-def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
+def read_legacy_torch_save(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     """Return the object in a file, and the location of its pickle and storages, named as an archive's entries."""
     if is_torch_tar(read(0, min(length, HEAD))):
         hint = "load the file with torch and save it again"
@@ -68,7 +68,7 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     state, end = next(pickles)
     entries = {"data.pkl": ZipEntry(begin, end - begin, 0)}
     keys, at = next(pickles)
-    sizes = storage_sizes(state)
+    sizes = storage_numels_and_itemsizes(state)
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or sorted(keys) != sorted(sizes):
         raise Corrupt("the storages in the file's list differ from the storages that its tensors use")
     for key in keys:
@@ -87,7 +87,7 @@ def read_legacy(read: ReadAt, length: int) -> tuple[Any, dict[str, ZipEntry]]:
     return state, entries
 
 
-def storage_sizes(state: Any) -> dict[str, tuple[int, int]]:
+def storage_numels_and_itemsizes(state: Any) -> dict[str, tuple[int, int]]:
     """Return the number of elements and the itemsize of each storage that a pickled object uses, by storage key."""
     sizes: dict[str, tuple[int, int]] = {}
     for member in inert_pickle.walk_members(state):
@@ -142,7 +142,7 @@ def read_state_file(root: Path, name: str) -> StateFile:
     """Return the contents of file `name` in a directory. Every error names the file."""
     with opened_torch_save(root / name) as (read, length):
         if is_legacy_torch_save(read(0, min(length, HEAD))):
-            return StateFile(name, *read_legacy(read, length))
+            return StateFile(name, *read_legacy_torch_save(read, length))
         entries = entry_locations(read, length)
         check_byte_order(read, entries)
         state, _ = inert_pickle.load(read_entry_content(read, entries, "data.pkl", limit=_PICKLE_LIMIT), ANY_NAME)
@@ -171,36 +171,36 @@ def entry_locations(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return the location of each entry, by name. Raises `Unsupported` for programs, and for files of DataStates."""
     head = read(0, min(length, HEAD))
     if is_legacy_torch_save(head):
-        return read_legacy(read, length)[1]
+        return read_legacy_torch_save(read, length)[1]
     if not head.startswith(_ZIP) and (strange := find_datastates_error(read, length)):
         raise strange
-    if program := find_program_error(read, length):
+    if program := find_saved_program_error(read, length):
         raise program
-    return read_directory(read, length)
+    return read_central_directory(read, length)
 
 
-def entries_in(path: Path) -> dict[str, ZipEntry]:
+def entry_locations_in_file(path: Path) -> dict[str, ZipEntry]:
     """Return the location of each entry in a file, by name, as `entry_locations`. Every error names the file."""
     with opened_torch_save(path) as opened:
         return entry_locations(*opened)
 
 
-def check_files(root: Path, names: Iterable[str], report: Report) -> None:
+def report_truncated_files(root: Path, names: Iterable[str], report: Report) -> None:
     """Report each of these files in directory `root` that is truncated."""
     for name in names:
         try:
-            entries_in(root / name)
+            entry_locations_in_file(root / name)
         except CkptError as error:
             report(error)
 
 
-def find_program_error(read: ReadAt, length: int) -> Unsupported | None:
+def find_saved_program_error(read: ReadAt, length: int) -> Unsupported | None:
     """Return the error for an archive in which torch saved a program; None for any other archive.
 
     Sources: torch/csrc/jit/serialization/export_module.cpp, torch/export/pt2_archive/constants.py and, before 2.8,
     torch/_export/serde.
     """
-    _, size, offset = read_directory_location(read, length)
+    _, size, offset = read_central_directory_location(read, length)
     directory = read(offset, min(size, max(length - offset, 0), _PICKLE_LIMIT))
     for name, (what, loader) in _PROGRAMS.items():
         if f"/{name}".encode() in directory:
@@ -226,12 +226,12 @@ def find_datastates_error(read: ReadAt, length: int) -> Unsupported | None:
 def find_foreign_file_error(path: Path) -> CkptError | None:
     """Return the error for a program that torch wrote, a file of DataStates, or a pointer or empty file; else None."""
     with opened_torch_save(path) as (read, length):
-        if strange := find_wrong_kind_error(read(0, min(length, HEAD)), path):
+        if strange := find_missing_content_error(read(0, min(length, HEAD)), path):
             return strange
         if foreign := find_datastates_error(read, length):
             return foreign.blame(path=path)
         try:
-            program = find_program_error(read, length) if read(0, min(4, length)) == _ZIP else None
+            program = find_saved_program_error(read, length) if read(0, min(4, length)) == _ZIP else None
         except (Corrupt, Unsafe, Unsupported):
             # not this function's concern: whoever reads the file reports the damage
             return None
@@ -244,7 +244,7 @@ def checksum_offsets_in(layout: Layout, paths: Iterable[str]) -> Iterator[tuple[
     """Yield each entry of the files, as file and offset, with both offsets at which its CRC-32 is stored."""
     for path in paths:
         with opened_torch_save(layout.root / path) as (read, length):
-            entries = read_directory(read, length)
+            entries = read_central_directory(read, length)
         yield from (
             ((path, entry.offset), at) for entry in entries.values() if entry.length for at in entry.crc_offsets
         )
@@ -262,7 +262,7 @@ def archive_extents_of(layout: Layout, paths: Iterable[str], report: Report) -> 
     places = {(chunk.path, chunk.offset): name for name, t in layout.tensors.items() for chunk in t.chunks}
     for path in sorted(set(paths)):
         try:
-            entries = entries_in(layout.root / path).values()
+            entries = entry_locations_in_file(layout.root / path).values()
         except CkptError as error:
             report(error)
             continue

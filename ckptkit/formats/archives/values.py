@@ -12,7 +12,7 @@ from typing import Any
 from ckptkit.errors import errors_at
 from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.locate import ZSTD
-from ckptkit.formats.archives.zip_entries import ReadAt, read_directory, read_entry_content
+from ckptkit.formats.archives.zip_entries import ReadAt, read_central_directory, read_entry_content
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.formats.pickles.write_pickle import dump
@@ -26,7 +26,7 @@ def load_value(root: Path, blob: Blob) -> Any:
         return inert_pickle.load(blob.content, ANY_NAME)[0]
     with errors_at(path=root / blob.path):
         read, length = blob_reader(root, blob)
-        data = read_entry_content(read, read_directory(read, length), "data.pkl", limit=length)
+        data = read_entry_content(read, read_central_directory(read, length), "data.pkl", limit=length)
         return inert_pickle.load(data, ANY_NAME)[0]
 
 

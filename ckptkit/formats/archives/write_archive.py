@@ -21,7 +21,7 @@ from ckptkit.formats.archives.zip_entries import (
     END64_LOCATOR,
     LOCAL_HEADER,
     check_byte_order,
-    read_directory,
+    read_central_directory,
     read_entry_content,
 )
 from ckptkit.formats.pickles import inert_pickle
@@ -45,7 +45,7 @@ class Storages:
         self._keys: dict[StoredTensor | tuple[str, StoredTensor], str] = {}
         self._room = _ENTRY_LIMIT
 
-    def pickled_value_of(self, name: str) -> Any:
+    def picklable_value_of(self, name: str) -> Any:
         """Return the tensor or other entry of this name, as `write_pickle.dump` takes it."""
         with errors_at(tensor=name):
             stored = self.wanted.tensors.get(name)
@@ -76,7 +76,7 @@ class Storages:
         with errors_at(path=self.wanted.root / blob.path):
             self._use_budget(blob.length)
             read, length = blob_reader(self.wanted.root, blob)
-            entries = read_directory(read, length)
+            entries = read_central_directory(read, length)
             check_byte_order(read, entries)
             value, _ = inert_pickle.load(read_entry_content(read, entries, "data.pkl", limit=length), ANY_NAME)
             keys: dict[str, str] = {}
@@ -124,29 +124,33 @@ class ZipTemplate:
 
 
 def make_zip_template(
-    pickle: bytes, storages: Mapping[str, int | bytes], *, is_ordered: bool = True, instead_of: bytes | None = None
+    pickle: bytes,
+    storages: Mapping[str, int | bytes],
+    *,
+    is_ordered: bool = True,
+    superseded_pickle: bytes | None = None,
 ) -> ZipTemplate:
     """Return the archive of an object pickled as `pickle`. `storages` has the bytes of each storage, or its size.
 
-    With `instead_of`, that pickle is written first but not listed in the directory, and `pickle` is written at the end.
-    So an archive that already has its data changes only at its end.
+    With `superseded_pickle`, that pickle is written first but not listed in the directory, and `pickle` is written at
+    the end. So an archive that already has its data changes only at its end.
 
-    Unless `is_ordered`, or with `instead_of`, storages may be in another order than in the pickle, and torch must not
-    compute their offsets from it (`.format_version` 0).
+    Unless `is_ordered`, or with `superseded_pickle`, storages may be in another order than in the pickle, and torch
+    must not compute their offsets from it (`.format_version` 0).
     """
     making = _ArchiveBuilder()
-    making.add_entry("data.pkl", pickle if instead_of is None else instead_of)
-    if instead_of is not None:
+    making.add_entry("data.pkl", pickle if superseded_pickle is None else superseded_pickle)
+    if superseded_pickle is not None:
         making.directory.clear()
         making.count = 0
-    making.add_entry(".format_version", b"1" if is_ordered and instead_of is None else b"0")
+    making.add_entry(".format_version", b"1" if is_ordered and superseded_pickle is None else b"0")
     making.add_entry(".storage_alignment", str(_ALIGNMENT).encode())
     making.add_entry("byteorder", b"little")
     for key, storage in storages.items():
-        if isinstance(storage, int) or instead_of is None:
+        if isinstance(storage, int) or superseded_pickle is None:
             making.add_entry(f"data/{key}", storage)
     making.add_entry("version", b"3\n")
-    if instead_of is not None:
+    if superseded_pickle is not None:
         making.add_entry("data.pkl", pickle)
         for key, storage in storages.items():
             if not isinstance(storage, int):

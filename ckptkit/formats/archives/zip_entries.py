@@ -14,7 +14,7 @@ from zlib import crc32
 
 from ckptkit.errors import RESTORE, Corrupt, Unsupported
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, parse_tensor
-from ckptkit.io.file import find_wrong_kind_error
+from ckptkit.io.file import find_missing_content_error
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Box, Shape
 
@@ -39,10 +39,10 @@ class Located(NamedTuple):
         return own if storage is None else own._replace(crc32=storage.crc32, run=(storage.offset, storage.length))
 
 
-def open_archive(read: ReadAt, length: int) -> tuple[Located, dict[str, ZipEntry]]:
+def locate_single_tensor(read: ReadAt, length: int) -> tuple[Located, dict[str, ZipEntry]]:
     """Return the location of an archive's one tensor, and every entry. Raises `Corrupt`, or `Unsupported`."""
     read = with_cached_ends(read, length)
-    entries = read_directory(read, length)
+    entries = read_central_directory(read, length)
     check_byte_order(read, entries)
     return locate_storage_of(parse_tensor(read_entry_content(read, entries, "data.pkl")), entries), entries
 
@@ -118,9 +118,9 @@ def with_cached_ends(read: ReadAt, length: int) -> ReadAt:
     return read_glanced
 
 
-def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
+def read_central_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
     """Return every entry of the archive by its name without the archive's own prefix, which ends at the first slash."""
-    count, size, offset = read_directory_location(read, length)
+    count, size, offset = read_central_directory_location(read, length)
     if offset + size > length or size > _DIRECTORY_LIMIT:
         raise Corrupt(f"the zip directory of {size} bytes at byte {offset} does not fit an archive of {length} bytes")
     directory = read(offset, size)
@@ -139,31 +139,34 @@ def read_directory(read: ReadAt, length: int) -> dict[str, ZipEntry]:
         name = raw_name.decode("utf-8", "replace").partition("/")[2]
         if name in entries:
             raise Corrupt(f"the archive has two entries called `{name}`")
-        entries[name] = ZipEntry(*read_content_range(read, fields, raw_name, extra, offset), fields[7], record)
+        entries[name] = ZipEntry(*locate_entry_content(read, fields, raw_name, extra, offset), fields[7], record)
     return entries
 
 
-def read_content_range(
-    read: ReadAt, fields: tuple[Any, ...], raw_name: bytes, extra: bytes, limit: int
+def locate_entry_content(
+    read: ReadAt, record_fields: tuple[Any, ...], raw_name: bytes, extra: bytes, directory_offset: int
 ) -> tuple[int, int]:
-    """Return offset and length of the content of a directory entry. `limit` is the offset of the directory."""
-    signature, flags, method, checksum, packed, unpacked, header = (fields[i] for i in (0, 3, 4, 7, 8, 9, 16))
+    """Return offset and length of the content of a directory entry.
+
+    `directory_offset` is the offset of the directory.
+    """
+    signature, flags, method, checksum, packed, unpacked, header = (record_fields[i] for i in (0, 3, 4, 7, 8, 9, 16))
     if signature != b"PK\x01\x02":
         raise Corrupt("the zip directory is damaged")
     packed, unpacked, header = apply_zip64(unpacked, packed, header, extra)
     if method != 0 or packed != unpacked or flags & 1:
         message = f"entry `{raw_name.decode('utf-8', 'replace')}` is compressed or encrypted; torch writes neither"
         raise Unsupported(message)
-    if header + LOCAL_HEADER.size > limit:
-        raise Corrupt(f"a zip entry starts at {header}, past the {limit} bytes of the archive's entries")
+    if header + LOCAL_HEADER.size > directory_offset:
+        raise Corrupt(f"a zip entry starts at {header}, past the {directory_offset} bytes of the archive's entries")
     local = LOCAL_HEADER.unpack(read(header, LOCAL_HEADER.size))
     start = header + LOCAL_HEADER.size
     if local[0] != b"PK\x03\x04" or read(start, local[9]) != raw_name:
         raise Corrupt(f"the zip directory lists an entry at byte {header}, but no entry starts there")
     offset = start + local[9] + local[10]
-    if offset + unpacked > limit:
+    if offset + unpacked > directory_offset:
         entry = f"a zip entry of {unpacked} bytes at byte {offset}"
-        raise Corrupt(f"{entry} does not fit the {limit} bytes of the archive's entries")
+        raise Corrupt(f"{entry} does not fit the {directory_offset} bytes of the archive's entries")
     if flags & _HAS_DESCRIPTOR and read(offset + unpacked, 8) != b"PK\x07\x08" + checksum.to_bytes(4, "little"):
         message = f"damaged near byte {offset}: the zip entry of {unpacked} bytes there has no description behind it"
         raise Corrupt(message)
@@ -183,7 +186,7 @@ def apply_zip64(unpacked_size: int, packed_size: int, header_offset: int, extra:
     return values[1], values[0], values[2]
 
 
-def read_directory_location(read: ReadAt, length: int) -> tuple[int, int, int]:
+def read_central_directory_location(read: ReadAt, length: int) -> tuple[int, int, int]:
     """Return number of entries, size and offset of the central directory, from the archive's last bytes."""
     if length < END.size:
         raise Corrupt(f"expected an archive of at least {END.size} bytes, found {length}")
@@ -193,7 +196,7 @@ def read_directory_location(read: ReadAt, length: int) -> tuple[int, int, int]:
         if head[8:9] == b"{":
             raise Unsupported("expected an archive of torch.save, found safetensors")
         message = "expected an archive of torch.save: this is another kind of file, or its end is missing"
-        raise find_wrong_kind_error(head) or Corrupt(message, hint=RESTORE)
+        raise find_missing_content_error(head) or Corrupt(message, hint=RESTORE)
     count, size, offset = end[4:7]
     if count == 0xFFFF or ALL_ONES in (size, offset):
         at = length - END.size - END64_LOCATOR.size
@@ -224,24 +227,26 @@ def read_entry_content(
     return content
 
 
-def damaged_entry_error(name: str, entry: ZipEntry, found: int) -> Corrupt:
-    return Corrupt(f"expected CRC-32 {entry.crc32:08x} of entry `{name}`, found {found:08x}: the entry is damaged")
+def damaged_entry_error(name: str, entry: ZipEntry, found_crc32: int) -> Corrupt:
+    return Corrupt(
+        f"expected CRC-32 {entry.crc32:08x} of entry `{name}`, found {found_crc32:08x}: the entry is damaged"
+    )
 
 
-def check_archive_in_memory(data: bytes) -> None:
+def verify_archive_in_memory(archive: bytes) -> None:
     """Raise `Corrupt` unless every entry of an archive, given in memory, matches its recorded CRC-32."""
 
     def read(offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > len(data):
-            raise Corrupt(f"expected an entry of at least {offset + length} bytes, found {len(data)}")
-        return data[offset : offset + length]
+        if offset < 0 or length < 0 or offset + length > len(archive):
+            raise Corrupt(f"expected an entry of at least {offset + length} bytes, found {len(archive)}")
+        return archive[offset : offset + length]
 
-    check_archive(read, len(data))
+    verify_archive_checksums(read, len(archive))
 
 
-def check_archive(read: ReadAt, length: int) -> None:
+def verify_archive_checksums(read: ReadAt, length: int) -> None:
     """Raise `Corrupt` unless every entry of an archive of `length` bytes matches its recorded CRC-32."""
-    for name, entry in read_directory(with_cached_ends(read, length), length).items():
+    for name, entry in read_central_directory(with_cached_ends(read, length), length).items():
         pieces = range(entry.offset, entry.offset + entry.length, _PIECE)
         crc = 0
         for start in pieces if entry.crc32 else ():

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Self, TypeVar, cast
 
 from ckptkit.errors import CkptError, Corrupt, Report, Unsupported, raise_problem, translate_os_errors
 from ckptkit.formats.archives.locate import ZSTD, ArchiveTemplates, locate_in_own_archive
-from ckptkit.formats.archives.zip_entries import check_archive
+from ckptkit.formats.archives.zip_entries import verify_archive_checksums
 from ckptkit.io.allocation import TemporaryFile, require_free_space
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
 from ckptkit.layout import Blob, Chunk, FileOffset, Layout
@@ -86,7 +86,7 @@ class UnpackedFile:
             length = self._file.tell() - start
             read = self._ahead.reader_within(str(self.kept.path), start, length)
             if isinstance(stored, Chunk) or read(0, min(2, length)) == b"PK":
-                check_archive(read, length)
+                verify_archive_checksums(read, length)
             self._locations[location] = start, length
         start, length = self._locations[location]
         unpacked = stored._replace(path=str(self.kept.path), offset=start, length=length, where=None)

@@ -26,7 +26,7 @@ _EntryByRank = Mapping[int, Entry]  # the entries that the ranks have under one 
 _Content = tuple[object, ...]  # equal for entries with equal values
 
 
-def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Reading:
+def join_metadata_of_ranks(path: Path, file_by_rank: Mapping[int, Path], report: Report) -> Reading:
     """Return the entries of all ranks, joined. Reports files that cannot be read, and shards that disagree."""
 
     def read_rank(_: int, name: str) -> Reading:
@@ -34,7 +34,7 @@ def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Readi
         reading.add_metadata(read_metadata(path / name), path / name)
         return reading
 
-    ranks = read_each_file(path, {rank: file.name for rank, file in files.items()}, read_rank, report)
+    ranks = read_each_file(path, {rank: file.name for rank, file in file_by_rank.items()}, read_rank, report)
     joined = Reading(path, report)
     by_name: dict[str, dict[int, Entry]] = {}
     for rank, reading in ranks.items():
@@ -42,7 +42,7 @@ def read_by_rank(path: Path, files: Mapping[int, Path], report: Report) -> Readi
             by_name.setdefault(name, {})[rank] = reading.entry(name)
     in_shards = {name for name, by_rank in by_name.items() if any(map(is_shard_of_entry, by_rank.values()))}
     repeated = {name: by_rank for name, by_rank in by_name.items() if len(by_rank) > 1 and name not in in_shards}
-    contents = read_content_ids(path, list(repeated.values()), report)
+    contents = content_ids_by_range(path, list(repeated.values()), report)
     keys = {name: next(ranks[rank].key(name) for rank in by_rank) for name, by_rank in by_name.items()}
     sharded = {top_level_key(keys[name]) for name in in_shards}
     for name, by_rank in by_name.items():
@@ -94,7 +94,7 @@ def add_joined_entry(joined: Reading, name: str, key: KeyPath, entries: Sequence
         joined.keys[name] = key
 
 
-def read_content_ids(
+def content_ids_by_range(
     path: Path, entries_by_rank: Sequence[_EntryByRank], report: Report
 ) -> dict[tuple[str, int, int], _Content]:
     """Return a value for each entry, by its location, that is equal for entries with equal contents."""

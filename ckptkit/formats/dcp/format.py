@@ -26,7 +26,12 @@ from ckptkit.errors import (
     truncated_error,
 )
 from ckptkit.formats.archives.locate import head_and_tail_ranges, locate_in_archives
-from ckptkit.formats.archives.zip_entries import CONTENT_LIMIT, read_directory, read_entry_content, with_cached_ends
+from ckptkit.formats.archives.zip_entries import (
+    CONTENT_LIMIT,
+    read_central_directory,
+    read_entry_content,
+    with_cached_ends,
+)
 from ckptkit.formats.dcp.read_metadata import (
     METADATA,
     Reading,
@@ -108,7 +113,7 @@ class Dcp(FormatWriter):
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the checkpoint in directory `path`. Its chunks are not located yet."""
         with collector_paused():
-            return checked(self.read_without_file_check(path, report), report)
+            return checked_against_files(self.read_without_file_check(path, report), report)
 
     def read_by_other_metadata(self, path: Path, other: Path, report: Report = raise_problem) -> Layout | None:
         """Return the layout by another checkpoint's metadata if all entries match; None if `path` has its own."""
@@ -119,15 +124,15 @@ class Dcp(FormatWriter):
         with collector_paused():
             plan = self.read_without_file_check(other)
             require_matching_items(path, plan)
-            return checked(replace(plan, root=path, descriptions=()), report)
+            return checked_against_files(replace(plan, root=path, descriptions=()), report)
 
     def read_without_file_check(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout as the metadata describes it. If there are several, reports each that is unreadable."""
         described_by = metadata_by_rank(path)
         if len(described_by) > 1:
-            from ckptkit.formats.dcp.by_rank import read_by_rank  # rare
+            from ckptkit.formats.dcp.by_rank import join_metadata_of_ranks  # rare
 
-            gathered = read_by_rank(path, described_by, report)
+            gathered = join_metadata_of_ranks(path, described_by, report)
         else:
             gathered = Reading(path, report)
             for file in described_by.values():
@@ -151,7 +156,7 @@ class Dcp(FormatWriter):
         with OpenFiles(layout.root, in_order=False) as opened:
             files = ReadAhead(opened)
             items: dict[tuple[str, int, int], str] = {}  # file, offset and length, with the first name that uses it
-            whole = self.with_full_items(layout)
+            whole = self.with_unlocated_chunks(layout)
             for name, item in chain(whole.chunks_and_blobs, whole.replica_chunks):
                 if item.length:
                     items.setdefault((item.path, item.offset, item.length), name)
@@ -159,11 +164,11 @@ class Dcp(FormatWriter):
                 layout.root, sorted(items.items()), lambda item: head_and_tail_ranges(*item[0])
             ):
                 try:
-                    yield from large_entry_extents(files, Extent(path, offset, length, None, name))
+                    yield from verify_small_entries(files, Extent(path, offset, length, None, name))
                 except CkptError as error:
                     report(error.blame(path=layout.root / path, tensor=name, offset=offset))
 
-    def with_full_items(self, layout: Layout) -> Layout:
+    def with_unlocated_chunks(self, layout: Layout) -> Layout:
         """Return the layout with chunks that are full items, only from the files that `layout` uses."""
         if all(chunk.wrapper for tensor in layout.tensors.values() for chunk in tensor.chunks):
             return layout
@@ -193,12 +198,12 @@ class Dcp(FormatWriter):
     def entries_file_name(self, rank: int) -> str:
         return entries_file_name(rank)
 
-    def patches_for_entries(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
+    def patches_for_non_tensors(self, wanted: Layout, options: WriterOptions) -> Iterator[tuple[str, Patch]]:
         """Yield the metadata again, now with the non-tensor entries, which are stored in files of their own."""
-        from ckptkit.formats.dcp.write import dump_metadata, items_by_file
+        from ckptkit.formats.dcp.write import items_by_file, pickled_metadata_with_blobs
 
         tensors = items_by_file(replace(wanted, blobs={}), options.world_size)
-        yield METADATA, (0, dump_metadata(wanted, tensors, wanted.blobs))
+        yield METADATA, (0, pickled_metadata_with_blobs(wanted, tensors, wanted.blobs))
 
     def checksum_offsets(self, written: Layout) -> Iterator[tuple[FileOffset, int]]:
         from ckptkit.formats.dcp.write import template_of_spec
@@ -211,7 +216,7 @@ class Dcp(FormatWriter):
                     yield from (((chunk.path, chunk.offset), begin + at) for at in hole.crc_offsets)
 
 
-def checked(layout: Layout, report: Report) -> Layout:
+def checked_against_files(layout: Layout, report: Report) -> Layout:
     """Return a layout that the metadata describes, after a comparison with the files. Reports what does not fit."""
     check_data_files(layout, report)
     check_chunks_tile(layout, report)
@@ -252,17 +257,19 @@ def check_item_ranges(path: Path, items: list[tuple[int, int, str]]) -> None:
             raise Corrupt(message, path=path, tensor=name, offset=offset)
         start, end, before = offset, offset + length, name
         if end > size:
-            raise truncated_error(max(sum(item[:2]) for item in items), size, path=path, tensor=name, by="metadata")
+            raise truncated_error(
+                max(sum(item[:2]) for item in items), size, path=path, tensor=name, recorded_in="metadata"
+            )
 
 
-def large_entry_extents(files: ReadAhead, item: Extent) -> Iterator[Extent]:
+def verify_small_entries(files: ReadAhead, item: Extent) -> Iterator[Extent]:
     """Yield the large entries of an item's archive, after verifying the small ones; or the item if it is no archive."""
     read = files.reader_within(item.path, item.offset, item.length)
     if read(0, min(2, item.length)) != b"PK":
         yield item
         return
     read = with_cached_ends(read, item.length)
-    entries = read_directory(read, item.length)
+    entries = read_central_directory(read, item.length)
     for name, entry in entries.items():
         if entry.length > CONTENT_LIMIT or (entry.length and not entry.crc32):
             yield Extent(item.path, item.offset + entry.offset, entry.length, entry.crc32 or None, item.name)
@@ -284,43 +291,43 @@ def with_unflattened_states(layout: Layout, report: Report) -> Layout:
     shapes = {
         name: shape
         for name, key in layout.keys.items()
-        if len(key) > 2 and name in layout.tensors and (shape := find_shape_of_parameter(layout, name)) is not None
+        if len(key) > 2 and name in layout.tensors and (shape := find_unflattened_shape(layout, name)) is not None
     }
     if not shapes:
         return layout
     located = locate_in_archives(select_entries(replace(layout, blobs={}), shapes.__contains__), report)
     unfolded = {
-        name: StoredTensor(Spec(tensor.spec.dtype, shapes[name]), tuple(unfold_chunks(located, name, shapes[name])))
+        name: StoredTensor(Spec(tensor.spec.dtype, shapes[name]), tuple(unflatten_chunks(located, name, shapes[name])))
         for name, tensor in located.tensors.items()
         if all(chunk.wrapper is None for chunk in tensor.chunks)
     }
     return replace(layout, tensors={**layout.tensors, **unfolded})
 
 
-def find_shape_of_parameter(layout: Layout, name: str) -> Shape | None:
+def find_unflattened_shape(layout: Layout, state_name: str) -> Shape | None:
     """Return the shape of a state's parameter if the state is a grid of the parameter's blocks; else None."""
-    key = layout.key(name)
+    key = layout.key(state_name)
     parameter = layout.tensors.get(str(key[-1])) if len(key) > 2 and key[-3] == "state" else None
     if parameter is None:
         return None
-    shape, folded = parameter.spec.shape, layout.tensors[name].spec.shape
+    shape, folded = parameter.spec.shape, layout.tensors[state_name].spec.shape
     if len(folded) != len(shape) + 1 or 0 in shape or 0 in folded:
         return None
     is_grid = all(n % parts == 0 for n, parts in zip(shape, folded, strict=False))
     return shape if is_grid and prod(folded) == prod(shape) else None
 
 
-def unfold_chunks(layout: Layout, name: str, shape: Shape) -> Iterator[Chunk]:
+def unflatten_chunks(layout: Layout, state_name: str, parameter_shape: Shape) -> Iterator[Chunk]:
     """Yield the chunks of a state as boxes of its parameter. Raises `Corrupt` for a chunk that spans several blocks."""
-    tensor = layout.tensors[name]
-    block = tuple(n // parts for n, parts in zip(shape, tensor.spec.shape, strict=False))
+    tensor = layout.tensors[state_name]
+    block = tuple(n // parts for n, parts in zip(parameter_shape, tensor.spec.shape, strict=False))
     for chunk in tensor.chunks:
         *grid, start = chunk.start
         *ones, length = chunk.size
         if set(ones) - {1} or chunk.strides is not None:
             what = f"a chunk at {list(chunk.start)} of size {list(chunk.size)}"
             message = f"{what} is not one contiguous run of a parameter"
-            raise Corrupt(message, path=layout.root / chunk.path, tensor=name)
+            raise Corrupt(message, path=layout.root / chunk.path, tensor=state_name)
         corner = [i * n for i, n in zip(grid, block, strict=True)]
         row = chunk._replace(box=Box((start,), (length,)))
         for piece in chunks_of_flat_range(row, 0, block, start, start + length):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.formats.archives.locate import ENVELOPE, ArchiveTemplates
-from ckptkit.formats.archives.zip_entries import read_directory
+from ckptkit.formats.archives.zip_entries import read_central_directory
 from ckptkit.formats.dcp.read_metadata import find_rank_in_file_name
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
 from ckptkit.layout import Chunk, Layout, Spec
@@ -61,22 +61,22 @@ class ItemComparison:
         self._files, self._others = files, others
         self._templates = ArchiveTemplates()
 
-    def compare_items(self, file: str, size: int, items: Items) -> None:
-        """Raise `Mismatch` for the first item of a file of `size` bytes that differs, or if the file is too long."""
+    def compare_items(self, file: str, file_nbytes: int, items: Items) -> None:
+        """Raise `Mismatch` for the first item that differs, or if the file of `file_nbytes` bytes is too long."""
         end = 0
         for number, ((offset, length), (name, wanted)) in enumerate(sorted(items.items()), start=1):
             end = offset + length
-            if end <= size:
+            if end <= file_nbytes:
                 actual = self.describe_content(file, offset, length)
-            elif size <= offset or self.has_begun_item(file, offset, length, size):
+            elif file_nbytes <= offset or self.has_truncated_item(file, offset, length, file_nbytes):
                 return
             else:
-                actual = f"another item in {size - offset} bytes"
+                actual = f"another item in {file_nbytes - offset} bytes"
             if actual != wanted:
                 message = f"item {number} of {len(items)}: expected {wanted} in {length} bytes, found {actual}"
                 raise Mismatch(message, tensor=name, offset=offset)
-        if size > end:
-            raise Mismatch(f"expected {end} bytes in {len(items)} items, found {size}")
+        if file_nbytes > end:
+            raise Mismatch(f"expected {end} bytes in {len(items)} items, found {file_nbytes}")
 
     def describe_content(self, file: str, offset: int, length: int) -> str:
         """Return a description of the archive of `length` bytes at `offset`, or why it is not an archive."""
@@ -87,18 +87,18 @@ class ItemComparison:
             return error.message
         except Unsupported:
             try:
-                read_directory(self._files.reader_within(file, offset, length), length)
+                read_central_directory(self._files.reader_within(file, offset, length), length)
             except (Corrupt, Unsupported) as error:
                 return error.message
             return _ENTRY
 
-    def has_begun_item(self, file: str, offset: int, length: int, size: int) -> bool:
-        """Return whether a file that ends at byte `size` has the beginning of the expected item at `offset`.
+    def has_truncated_item(self, file: str, offset: int, length: int, file_nbytes: int) -> bool:
+        """Return whether a file that ends at byte `file_nbytes` has the beginning of the expected item at `offset`.
 
         The bytes before a tensor's data are the same at every step. A file that ends with an archive is not cut short.
         """
-        remaining = size - offset
-        if remaining >= _END_BYTES and self._files.read(file, size - _END_BYTES, len(_END)) == _END:
+        remaining = file_nbytes - offset
+        if remaining >= _END_BYTES and self._files.read(file, file_nbytes - _END_BYTES, len(_END)) == _END:
             return False
         try:
             before = self._templates.locate_tensor(self._others, file, offset, length).offset

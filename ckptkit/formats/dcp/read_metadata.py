@@ -18,7 +18,7 @@ from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import FlatInstance, Global, InstanceTable, attribute_columns
 from ckptkit.formats.pickles.tensor_calls import as_shape, as_shapes
-from ckptkit.io.file import find_wrong_kind_error, names_in, read_small, require_plain_file_name
+from ckptkit.io.file import find_missing_content_error, names_in, read_small, require_plain_file_name
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES, DType
@@ -69,10 +69,10 @@ def read_metadata(path: Path) -> Attributes:
     """Return the attributes of the pickled `Metadata` object in file `path`."""
     data = read_small(path, _METADATA_LIMIT)
     try:
-        value, _ = inert_pickle.load(data, _NAMES, is_flat=True)
+        value, _ = inert_pickle.load(data, _NAMES, as_flat_instances=True)
         metadata = value.attributes() if isinstance(value, FlatInstance) else {}
     except CkptError as error:
-        raise find_wrong_kind_error(data[:512], path) or error.blame(path=path) from None
+        raise find_missing_content_error(data[:512], path) or error.blame(path=path) from None
     except (TypeError, ValueError):
         metadata = {}
     if "planner_data" not in metadata or not isinstance(metadata.get("state_dict_metadata"), dict):
@@ -195,7 +195,7 @@ def pop_location_columns(storage: dict[Any, Any]) -> Iterator[tuple[Columns, Col
         batch = [storage.popitem() for _ in range(min(_BATCH, len(storage)))]
         for index, _ in batch:
             if isinstance(index, InstanceTable):
-                yield index.columns(_INDEX_FIELDS), index.columns(_INFO_FIELDS, side=1)
+                yield index.columns(_INDEX_FIELDS), index.columns(_INFO_FIELDS, key_or_value=1)
         single = [entry for entry in batch if not isinstance(entry[0], InstanceTable)]
         if single:
             yield (

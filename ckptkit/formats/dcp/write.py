@@ -64,17 +64,17 @@ class ShardItem:
     envelope: ZipTemplate | None
 
 
-def items_by_file(wanted: Layout, ranks: int) -> dict[str, list[ShardItem]]:
-    return {tensors_file_name(rank): items for rank, items in enumerate(items_per_rank(wanted, ranks))}
+def items_by_file(wanted: Layout, world_size: int) -> dict[str, list[ShardItem]]:
+    return {tensors_file_name(rank): items for rank, items in enumerate(items_per_rank(wanted, world_size))}
 
 
-def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
+def items_per_rank(wanted: Layout, world_size: int) -> list[list[ShardItem]]:
     """Return the items of each rank's file in file order: non-tensor entries first, as in torch.
 
     Non-tensor entries and scalars go to rank 0. A tensor with one chunk in a sharded checkpoint stays unsharded, on the
     rank with the fewest bytes of such tensors, so the experts of expert parallelism are spread over all ranks.
     """
-    files: list[list[ShardItem]] = [[] for _ in range(ranks)]
+    files: list[list[ShardItem]] = [[] for _ in range(world_size)]
     for name, blob in wanted.blobs.items():
         if blob.wrapper is not None:
             hint = "save the checkpoint again without `_extensions`, or drop the entry with --exclude"
@@ -82,7 +82,7 @@ def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
         envelope = None if blob.content is None else make_zip_template(blob.content, {})
         append_item(files[0], name, None, blob.length if envelope is None else envelope.nbytes, envelope)
     is_sharded = any(len(tensor.chunks) > 1 for tensor in wanted.tensors.values())
-    loads = [(0, rank) for rank in range(ranks)]  # a heap of (bytes of unsharded tensors, rank)
+    loads = [(0, rank) for rank in range(world_size)]  # a heap of (bytes of unsharded tensors, rank)
     for name, tensor in wanted.tensors.items():
         shape = tensor.spec.shape
         if shape and is_sharded and len(tensor.chunks) == 1:
@@ -90,27 +90,27 @@ def items_per_rank(wanted: Layout, ranks: int) -> list[list[ShardItem]]:
             heapreplace(loads, (load + tensor.spec.nbytes, rank))
             boxes = [(rank, full_box(shape))]
         else:
-            boxes = row_shards(shape, ranks)
+            boxes = row_shards(shape, world_size)
         for rank, box in boxes:
             envelope = template_of_chunk(name, tensor, box)
             append_item(files[rank], name, box, envelope.nbytes, envelope)
     return files
 
 
-def append_item(file: list[ShardItem], name: str, box: Box | None, nbytes: int, envelope: ZipTemplate | None) -> None:
-    file.append(ShardItem(name, box, size_of_file(file), nbytes, envelope))
+def append_item(file: list[ShardItem], name: str, box: Box | None, nbytes: int, template: ZipTemplate | None) -> None:
+    file.append(ShardItem(name, box, size_of_file(file), nbytes, template))
 
 
-def row_shards(shape: Shape, ranks: int) -> list[tuple[int, Box]]:
+def row_shards(shape: Shape, world_size: int) -> list[tuple[int, Box]]:
     """Return rank and box of each shard of dim 0: equal numbers of rows, fewer in the last, then one empty box.
 
     In torch every rank past the end records the same empty chunk, so one is enough.
     """
     if not shape:
         return [(0, full_box(shape))]
-    rows = -(-shape[0] // ranks)
+    rows = -(-shape[0] // world_size)
     shards = []
-    for rank in range(ranks):
+    for rank in range(world_size):
         start = min(rank * rows, shape[0])
         box = Box((start, *(0 for _ in shape[1:])), (min(rows, shape[0] - start), *shape[1:]))
         shards.append((rank, box))
@@ -158,12 +158,15 @@ def bytes_around_data(template: ZipTemplate, checksum: int) -> tuple[bytes, byte
     return head, bytes(tail)
 
 
-def checksum_of_items(items: Iterable[ShardItem], checksums: Mapping[int, int]) -> int:
-    """Return the CRC-32 of a file of items. `checksums` has the CRC-32 of each tensor's data, by its item's offset."""
+def checksum_of_items(items: Iterable[ShardItem], crc32_by_offset: Mapping[int, int]) -> int:
+    """Return the CRC-32 of a file of items.
+
+    `crc32_by_offset` has the CRC-32 of each tensor's data, by its item's offset.
+    """
     total = 0
     for item in items:
         assert item.envelope is not None
-        checksum = checksums[item.offset]
+        checksum = crc32_by_offset[item.offset]
         head, tail = bytes_around_data(item.envelope, checksum)
         total = crc32(head, total)
         total = combine_crc32(total, checksum, item.nbytes - len(head) - len(tail))
@@ -183,7 +186,9 @@ def pickled_metadata(wanted: Layout, files: Mapping[str, list[ShardItem]]) -> by
     return _MetadataPickle(wanted, files).write_metadata(placed)
 
 
-def dump_metadata(wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: Mapping[str, Blob]) -> bytes:
+def pickled_metadata_with_blobs(
+    wanted: Layout, files: Mapping[str, list[ShardItem]], blobs: Mapping[str, Blob]
+) -> bytes:
     """Return the metadata of a checkpoint with these items in `files`, and non-tensor entries in further files."""
     placed = {name: list(items) for name, items in files.items()}
     for name, blob in blobs.items():
@@ -211,7 +216,7 @@ class _MetadataPickle:
             self.properties[dtype] = self.new["TensorProperties"] + self.pickler.opcodes_of(state) + b"b"
         self.sizes: dict[Shape, bytes] = {}
 
-    def pickle_size(self, shape: Shape) -> bytes:
+    def pickle_torch_size(self, shape: Shape) -> bytes:
         """Return a `torch.Size`, pickled once per shape since the same few recur."""
         if shape not in self.sizes:
             self.sizes[shape] = self.pickler.opcodes_of(Record(_SIZE, (shape,)))
@@ -237,8 +242,8 @@ class _MetadataPickle:
 
     def pickle_entries(self, placed_items: dict[str, list[Placed]]) -> Iterator[bytes]:
         """Yield each name and its metadata: a tensor with its chunks, or bytes."""
-        start, properties, size, chunks = self.opening_opcodes("TensorStorageMetadata")
-        chunk, offsets, sizes = self.opening_opcodes("ChunkStorageMetadata")
+        start, properties, size, chunks = self.opening_and_field_opcodes("TensorStorageMetadata")
+        chunk, offsets, sizes = self.opening_and_field_opcodes("ChunkStorageMetadata")
         for name, items in placed_items.items():
             yield self.text[name]
             tensor = self.wanted.tensors.get(name)
@@ -246,28 +251,28 @@ class _MetadataPickle:
                 yield self.new["BytesStorageMetadata"]
                 continue
             yield start + properties + self.properties[tensor.spec.dtype]
-            yield size + self.pickle_size(tensor.spec.shape) + chunks + b"]("
+            yield size + self.pickle_torch_size(tensor.spec.shape) + chunks + b"]("
             for _, item in items:
                 if item.box is not None:
-                    box_start, box_size = self.pickle_size(item.box.start), self.pickle_size(item.box.size)
+                    box_start, box_size = self.pickle_torch_size(item.box.start), self.pickle_torch_size(item.box.size)
                     yield chunk + offsets + box_start + sizes + box_size + b"ub"
             yield b"eub"
 
     def pickle_locations(self, placed_items: dict[str, list[Placed]]) -> Iterator[bytes]:
         """Yield the `MetadataIndex` of each chunk and blob, and its location as a `_StorageInfo`."""
-        index, fqn, position, start = self.opening_opcodes("MetadataIndex")
-        info, path, offset, length = self.opening_opcodes("_StorageInfo")
+        index, fqn, position, start = self.opening_and_field_opcodes("MetadataIndex")
+        info, path, offset, length = self.opening_and_field_opcodes("_StorageInfo")
         number = self.pickler.opcodes_of
         for name, items in placed_items.items():
             for i, (file, item) in enumerate(items):
                 yield index + fqn + self.text[name] + position
-                yield b"Nub" if item.box is None else number(i) + start + self.pickle_size(item.box.start) + b"ub"
+                yield b"Nub" if item.box is None else number(i) + start + self.pickle_torch_size(item.box.start) + b"ub"
                 yield info + path + self.text[file] + offset + number(item.offset) + length + number(item.nbytes)
                 yield b"ub"
 
-    def opening_opcodes(self, name: str) -> tuple[bytes, ...]:
+    def opening_and_field_opcodes(self, class_name: str) -> tuple[bytes, ...]:
         """Return the opcodes for a new object and the start of its state, and the names of its fields."""
-        return self.new[name] + b"}(", *(self.text[field] for field in _FIELDS[name])
+        return self.new[class_name] + b"}(", *(self.text[field] for field in _FIELDS[class_name])
 
 
 def pickle_dict(pairs: Iterable[bytes]) -> Iterator[bytes]:

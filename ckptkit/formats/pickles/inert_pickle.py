@@ -186,9 +186,12 @@ class InstanceTable:
         self._sides = sides
         self.has_pairs = len(sides) > 1
 
-    def columns(self, names: Sequence[str], side: int = 0) -> list[Sequence[Any]]:
-        """Return the attributes with these names, None for a missing one. `side` is 0 for keys, 1 for values."""
-        attributes = self._sides[side]
+    def columns(self, names: Sequence[str], key_or_value: int = 0) -> list[Sequence[Any]]:
+        """Return the attributes with these names, None for a missing one.
+
+        `key_or_value` is 0 for keys, 1 for values.
+        """
+        attributes = self._sides[key_or_value]
         none = [None] * len(next(iter(attributes.values())))
         return [attributes.get(name, none) for name in names]
 
@@ -241,31 +244,33 @@ _MALFORMED = (
 )
 
 
-def load(data: bytes, names: Names, *, at: int = 0, is_flat: bool = False) -> tuple[Any, int]:
+def load(data: bytes, allowed_names: Names, *, at: int = 0, as_flat_instances: bool = False) -> tuple[Any, int]:
     """Return the object pickled in `data` from byte `at`, and the offset after it.
 
-    `names` has each `(module, name)` that may occur. Raises `Unsupported` for another name, since a checkpoint does not
-    need it, and `Corrupt` for a malformed pickle. `is_flat` is for millions of objects: instances of a class are
-    `FlatInstance`, and a `torch.Size` is a tuple. In a large pickle an `InstanceTable` replaces consecutive instances
-    of one class. If these are keys and values of a dict, the table is a key with the value None.
+    `allowed_names` has each `(module, name)` that may occur. Raises `Unsupported` for another name, since a checkpoint
+    does not need it, and `Corrupt` for a malformed pickle. `as_flat_instances` is for millions of objects: instances of
+    a class are `FlatInstance`, and a `torch.Size` is a tuple. In a large pickle an `InstanceTable` replaces consecutive
+    instances of one class. If these are keys and values of a dict, the table is a key with the value None.
     """
-    if is_flat and len(data) - at >= TABLES_FROM:
+    if as_flat_instances and len(data) - at >= TABLES_FROM:
         from ckptkit.formats.pickles.tables import Tables, has_many_instances  # only large checkpoints need them
 
         if has_many_instances(data, at):
             # if the tables fail, read again without them, which also decides whether the pickle is damaged
             with suppress(NotTabular, *_MALFORMED):
-                return _load(data, names, at, is_flat=True, tables=Tables(data, at))
+                return _load(data, allowed_names, at, as_flat_instances=True, tables=Tables(data, at))
     try:
-        return _load(data, names, at, is_flat=is_flat)
+        return _load(data, allowed_names, at, as_flat_instances=as_flat_instances)
     except _MALFORMED as error:
         message = f"expected a pickle at byte {at}, found {len(data) - at} bytes that are damaged or truncated"
         raise Corrupt(message, hint=RESTORE) from error
 
 
-def _load(data: bytes, names: Names, at: int, *, is_flat: bool, tables: TableReader | None = None) -> tuple[Any, int]:
-    sanitized = SanitizedPickle(data, at, is_flat=is_flat, tables=tables)
-    return _Unpickler(sanitized, names, is_flat=is_flat, tables=tables).load(), sanitized.end
+def _load(
+    data: bytes, allowed_names: Names, at: int, *, as_flat_instances: bool, tables: TableReader | None = None
+) -> tuple[Any, int]:
+    sanitized = SanitizedPickle(data, at, is_flat=as_flat_instances, tables=tables)
+    return _Unpickler(sanitized, allowed_names, is_flat=as_flat_instances, tables=tables).load(), sanitized.end
 
 
 class _Unpickler(pickle.Unpickler):

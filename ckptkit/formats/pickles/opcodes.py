@@ -34,7 +34,7 @@ _WINDOW_BETWEEN_TABLES = 1 << 10  # small, so that few instances are missed by t
 SHORT = 96  # bytes of a string; longer ones are skipped one at a time
 
 
-def counted_pattern(opcode: bytes, width: int, longest: int) -> bytes:
+def length_prefixed_pattern(opcode: bytes, width: int, longest: int) -> bytes:
     """Return the pattern of an opcode with a length of `width` bytes and as many bytes as the length says."""
     lengths = (re.escape(n.to_bytes(width, "little")) + b".{%d}" % n for n in range(longest + 1))
     return opcode + b"(?:" + b"|".join(lengths) + b")"
@@ -43,25 +43,25 @@ def counted_pattern(opcode: bytes, width: int, longest: int) -> bytes:
 _OPERANDS = b"|".join(
     (
         rb"[Kh\x80].|M..|[Jj]....|G.{8}|c[^\n]*+\n[^\n]*+\n",
-        counted_pattern(b"\x8c", 1, SHORT),
-        counted_pattern(b"\x8a", 1, 8),
+        length_prefixed_pattern(b"\x8c", 1, SHORT),
+        length_prefixed_pattern(b"\x8a", 1, 8),
     )
 )
 # pattern of the allowed opcodes with operands, except BINPUTs
-WITH_OPERANDS = b"%b|%b" % (_OPERANDS, counted_pattern(b"X", 4, SHORT))
+WITH_OPERANDS = b"%b|%b" % (_OPERANDS, length_prefixed_pattern(b"X", 4, SHORT))
 
 
 class TableReader(Protocol):
     """Reads consecutive instances of one class into tables while a pickle is rewritten: `tables.Tables`."""
 
-    def record_unchanged(self, start: int, end: int) -> None:
+    def record_unchanged_opcodes(self, start: int, end: int) -> None:
         """Note that the opcodes between two offsets are passed on unchanged."""
 
-    def replacements_at(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
+    def instance_replacements_at(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
         """Yield replacements for the instances at an offset. Returns the offset after them."""
 
     def table_columns(
-        self, number: int, fetched: Sequence[Any], size: Any
+        self, table_number: int, fetched: Sequence[Any], torch_size: Any
     ) -> Sequence[Mapping[str, Sequence[Any]]] | None:
         """Return the columns of a table by name, for keys and values; None if the fetched values do not fit a table."""
 
@@ -108,11 +108,13 @@ class SanitizedPickle(RawIOBase):
                 yield data[done:at] + flat
                 at = done = at + len(flat) + _SHORTER * len(flat_ones)
                 if tables:
-                    at = done = yield from tables.replacements_at((before for before, *_ in flat_ones), start, at)
+                    at = done = yield from tables.instance_replacements_at(
+                        (before for before, *_ in flat_ones), start, at
+                    )
                 continue
             at = next(allowed.finditer(data, at)).end()
             if tables:
-                tables.record_unchanged(start, at)
+                tables.record_unchanged_opcodes(start, at)
             if data[at : at + 1] == _STOP:
                 break
             replacement, end = replacement_opcode(data, at)
@@ -132,7 +134,7 @@ def replacement_opcode(data: bytes, at: int) -> tuple[bytes | None, int]:
     if replacement is not None:
         return replacement, at + 1
     if opcode == _FRAME:
-        end_of_counted(data, at + 1, 8)
+        end_of_length_prefixed(data, at + 1, 8)
         return b"", at + 9
     if opcode == _LONG_BINPUT:
         # a valid memo never has more entries than the pickle has bytes
@@ -144,10 +146,10 @@ def replacement_opcode(data: bytes, at: int) -> tuple[bytes | None, int]:
     width = _COUNTED.get(opcode[0])
     if width is None:
         raise Unsupported(f"damaged or not torch's: unknown pickle opcode 0x{opcode[0]:02x} at byte {at}")
-    return None, end_of_counted(data, at + 1, width)
+    return None, end_of_length_prefixed(data, at + 1, width)
 
 
-def end_of_counted(data: bytes, at: int, width: int) -> int:
+def end_of_length_prefixed(data: bytes, at: int, width: int) -> int:
     """Return the end of a length of `width` bytes and as many bytes as it says. Raises `IndexError` for fewer bytes."""
     end = at + width + int.from_bytes(data[at : at + width], "little")
     if end > len(data):

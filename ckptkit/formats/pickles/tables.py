@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ckptkit.formats.pickles.opcodes import APPENDS, SHORT, WITH_OPERANDS, counted_pattern
+from ckptkit.formats.pickles.opcodes import APPENDS, SHORT, WITH_OPERANDS, length_prefixed_pattern
 
 _WINDOW = 1 << 16  # bytes per search
 _FEWEST = 8  # rows; shorter tables are not worth it
@@ -31,7 +31,7 @@ _FEWEST_BEFORE = 256  # memo entries below this index may be fetched with one by
 _PROTOCOLS = (b"\x80\x04", b"\x80\x05")  # protocols that fill the memo in order
 _GET = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J....|\x8a(?:\x03...|\x04....|\x05.{5}|\x06.{6}|\x07.{7}))"
-_TEXT = counted_pattern(b"\x8c", 1, SHORT)
+_TEXT = length_prefixed_pattern(b"\x8c", 1, SHORT)
 _KINDS = {  # patterns of values; a fetch of torch.Size comes before a size
     "number": b"(N|%b)" % _INT,
     "size": rb"(\)|%b\x85\x94|%b{2}\x86\x94|%b{3}\x87\x94|\(%b{4,}t\x94)\x85\x94R\x94" % ((_INT,) * 4),
@@ -67,7 +67,7 @@ class InstanceShape(NamedTuple):
     attributes: tuple[Attribute, ...]
 
     @property
-    def class_opcodes(self) -> Iterator[bytes]:
+    def class_and_attribute_opcodes(self) -> Iterator[bytes]:
         """Yield the opcodes that fetch the class, then each attribute's name and torch.Size, or the class again."""
         yield self.of
         for attribute in self.attributes:
@@ -92,9 +92,9 @@ class Tables:
         self._is_key_next: bool | None = None  # if instances are keys and values of a dict; None if unknown
         self._made: list[tuple[Sequence[InstanceShape], list[Sequence[Any]]]] = []
 
-    def replacements_at(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
+    def instance_replacements_at(self, heads: Iterable[bytes], start: int, at: int) -> Generator[bytes, None, int]:
         """Yield replacements for the instances at an offset, and return the offset after them; `heads` came before."""
-        self.record_unchanged(start, at)
+        self.record_unchanged_opcodes(start, at)
         # the opcodes before the state of each instance passed on tell whether the next instance is a key
         for match in map(_HEAD.fullmatch, heads):
             if match is None:
@@ -109,7 +109,7 @@ class Tables:
             yield piece
         return at
 
-    def record_unchanged(self, start: int, end: int) -> None:
+    def record_unchanged_opcodes(self, start: int, end: int) -> None:
         """Record the memo entries of the opcodes between two offsets, which the unpickler gets unchanged."""
         if self._is_off:
             return
@@ -118,7 +118,7 @@ class Tables:
         # they name the memo index that they fill
         self._is_off = b"q" in bare or b"r" in bare + self._data[end : end + 1]
         before, self._memo_size = self._memo_size, self._memo_size + bare.count(b"\x94")
-        wanted = set(self._fetched_between(before, self._memo_size))
+        wanted = set(self._memo_indices_between(before, self._memo_size))
         if wanted:
             memoized = enumerate((match[1] for match in _MEMOIZED.finditer(piece) if match[2]), before)
             texts = ((index, text) for index, text in memoized if text is not None and index in wanted)
@@ -134,7 +134,7 @@ class Tables:
         second = find_shape_at(self._data, first[1])
         if second is not None and second[0].of != first[0].of:
             if self._is_key_next is False:  # pass on the value, as a flat instance: a table begins with a key
-                self.record_unchanged(at, first[1])
+                self.record_unchanged_opcodes(at, first[1])
                 self._is_key_next, state = True, at + len(first[0].of) + len(b")\x81\x94")
                 return self._data[at:state] + self._data[state + 1 : first[1] - 2] + APPENDS, first[1]
             if not self._is_key_next:
@@ -150,7 +150,10 @@ class Tables:
         if filled is None:
             return None
         number = (len(self._made) - 1).to_bytes(4, "little")
-        call = b"(J%b%btQ" % (number, b"".join(chain.from_iterable(shape.class_opcodes for shape in shapes)))
+        call = b"(J%b%btQ" % (
+            number,
+            b"".join(chain.from_iterable(shape.class_and_attribute_opcodes for shape in shapes)),
+        )
         return filled + call + (b"N" if len(shapes) > 1 else b""), end
 
     def _store_rows(self, shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, ...]]) -> bytes | None:
@@ -160,7 +163,7 @@ class Tables:
         from them, or they fetch something else.
         """
         end = self._memo_size + count_memoized(shapes, rows)
-        wanted = self._fetched_between(self._memo_size, end)
+        wanted = self._memo_indices_between(self._memo_size, end)
         texts = dict(memoized_texts(shapes, rows, self._memo_size)) if wanted else {}
         if not all(index in texts for index in wanted):
             return None
@@ -181,14 +184,16 @@ class Tables:
             before = index + 1
         return b"".join((*filled, b"N%b0" % (b"\x94" * (end - before))))
 
-    def table_columns(self, number: int, fetched: Sequence[Any], size: Any) -> list[dict[str, Sequence[Any]]] | None:
+    def table_columns(
+        self, table_number: int, fetched: Sequence[Any], torch_size: Any
+    ) -> list[dict[str, Sequence[Any]]] | None:
         """Return the columns of a table by name, for keys and values; None if the fetched values do not fit a table.
 
-        The unpickler has `fetched` the common part of the instances; `size` is its object for torch.Size.
+        The unpickler has `fetched` the common part of the instances; `torch_size` is its object for torch.Size.
         """
-        shapes, values = self._made[number]
+        shapes, values = self._made[table_number]
         # a table is used once; free its memory
-        self._made[number] = ((), [])
+        self._made[table_number] = ((), [])
         remaining, columns = iter(fetched), iter(values)
         sides = []
         for shape in shapes:
@@ -196,14 +201,14 @@ class Tables:
             side = {}
             for attribute in shape.attributes:
                 name, other = next(remaining), next(remaining)
-                is_expected = other is (size if attribute.kind == "size" else of)
+                is_expected = other is (torch_size if attribute.kind == "size" else of)
                 if type(name) is not str or not is_expected or not isinstance(of, type):
                     return None
                 side[name] = next(columns)
             sides.append(side)
         return sides
 
-    def _fetched_between(self, start: int, end: int) -> Sequence[int]:
+    def _memo_indices_between(self, start: int, end: int) -> Sequence[int]:
         return self._fetched[bisect_left(self._fetched, start) : bisect_left(self._fetched, end)]
 
 
@@ -266,20 +271,20 @@ def count_memoized(shapes: Sequence[InstanceShape], rows: Sequence[tuple[bytes, 
 
 
 def memoized_texts(
-    shapes: Sequence[InstanceShape], rows: Iterable[tuple[bytes, ...]], index: int
+    shapes: Sequence[InstanceShape], rows: Iterable[tuple[bytes, ...]], memo_index: int
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the memo index of each string in rows of instances, and the opcodes of the string."""
     for row in rows:
         values = iter(row)
         for shape in shapes:
-            index += 2
+            memo_index += 2
             for attribute in shape.attributes:
                 opcodes = next(values)
                 if attribute.kind == "size":
-                    index += 2 if opcodes == b")" else 3
+                    memo_index += 2 if opcodes == b")" else 3
                 elif attribute.kind == "text" and opcodes[0] == 0x8C:
-                    yield index, opcodes[:-1]
-                    index += 1
+                    yield memo_index, opcodes[:-1]
+                    memo_index += 1
 
 
 def fetched_memo_indices(data: bytes, at: int) -> list[int]:
@@ -295,10 +300,10 @@ def fetched_memo_indices(data: bytes, at: int) -> list[int]:
     return sorted(index for index in (int.from_bytes(one, "little") for one in fetched) if index < len(data))
 
 
-def memo_get_pattern(places: Sequence[bytes], highest: int) -> re.Pattern[bytes]:
-    """Return the pattern of LONG_BINGET of an index not in `places`, whose last byte is at most `highest`."""
-    not_known = b"(?!%b)" % b"|".join(map(re.escape, places)) if places else b""
-    return re.compile(rb"j%b(?=(...[\0-%b]))" % (not_known, re.escape(bytes([highest]))), re.DOTALL)
+def memo_get_pattern(excluded_indices: Sequence[bytes], highest_byte: int) -> re.Pattern[bytes]:
+    """Return the pattern of LONG_BINGET of an index outside `excluded_indices`, its last byte up to `highest_byte`."""
+    not_known = b"(?!%b)" % b"|".join(map(re.escape, excluded_indices)) if excluded_indices else b""
+    return re.compile(rb"j%b(?=(...[\0-%b]))" % (not_known, re.escape(bytes([highest_byte]))), re.DOTALL)
 
 
 @lru_cache(maxsize=8)

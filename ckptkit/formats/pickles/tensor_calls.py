@@ -151,7 +151,7 @@ def is_subclass(value: object, name: str, modules: str | tuple[str, ...]) -> boo
 
 def as_tensor_record(value: object) -> TensorRecord:
     """Return the tensor of a pickled value. Raises `Unsupported` for any other kind of object."""
-    call = plain_tensor_call(value)
+    call = unwrap_tensor_call(value)
     if not isinstance(call, Record) or call.of not in _TENSOR_CALLS:
         made_by = call.of.name if isinstance(call, Record) and isinstance(call.of, Global) else ""
         what = _REFUSED.get(made_by, f"a tensor that is not a plain one ({made_by or type(call).__name__})")
@@ -166,7 +166,7 @@ def as_tensor_record(value: object) -> TensorRecord:
     return parse_rebuild(call)
 
 
-def plain_tensor_call(value: object) -> Any:
+def unwrap_tensor_call(value: object) -> Any:
     """Return the call that rebuilds the plain tensor in a parameter, a buffer or a tensor with attributes."""
     while isinstance(value, Record) and isinstance(value.args, tuple):
         if value.of in _PARAMETER_CALLS and value.args:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import archive_extents_of, check_files, read_raw_pickle
+from ckptkit.formats.archives.state_files import archive_extents_of, read_raw_pickle, report_truncated_files
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.rank_names import read_each_file
@@ -29,27 +29,27 @@ from ckptkit.formats.ranks.names import (
     has_model_files,
 )
 from ckptkit.formats.ranks.optimizer import join_optimizer
-from ckptkit.formats.ranks.write_files import example_of_checkpoint, lay_out_rank_files, patch_rank_files
+from ckptkit.formats.ranks.write_files import lay_out_rank_files, patches_for_rank_files, sharding_example_of
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
 from ckptkit.io.file import names_in, read_small
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, StoredTensor, WriterOptions, check_chunks_tile
 from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.layout.wrappers import is_flat_name
+from ckptkit.layout.wrappers import is_flat_parameter_name
 
 
 # Files may have duplicates: views of flat parameters under the names of parameters.
 #
 # Source: torch/distributed/fsdp/_state_dict_utils.py, `_local_post_state_dict_hook`, with `use_orig_params=True`: a
 # rank's shard of each parameter, flattened, is a view of the flat parameter in the same file.
-def without_flat_views(files: Sequence[RankFile]) -> list[RankFile]:
+def without_flat_parameter_views(files: Sequence[RankFile]) -> list[RankFile]:
     """Return the files of all ranks without the tensors that are views of flat parameters in them."""
     views = set()
     for file in files:
         spans = [
             (chunk.offset, chunk.offset + chunk.length)
             for name, tensor in file.tensors.items()
-            if isinstance(tensor.spread, ShardedTensor) and is_flat_name(str(file.flat.keys[name][-1]))
+            if isinstance(tensor.spread, ShardedTensor) and is_flat_parameter_name(str(file.flat.keys[name][-1]))
             for chunk in tensor.chunks
         ]
         for name, tensor in file.tensors.items() if spans else ():
@@ -66,7 +66,7 @@ def without_flat_views(files: Sequence[RankFile]) -> list[RankFile]:
 _OWN = ("rng",)  # keys that are per-rank state even if all ranks have equal values
 
 
-def join_other_entries(files: Sequence[RankFile]) -> FlatState:
+def join_training_state_entries(files: Sequence[RankFile]) -> FlatState:
     """Return the further entries of the files, by their keys. Per-rank entries are under `rank_N` below their key."""
     joined = FlatState()
     for top in dict.fromkeys(key[0] for file in files for key in file.flat.keys.values()):
@@ -86,13 +86,13 @@ def join_other_entries(files: Sequence[RankFile]) -> FlatState:
     return joined
 
 
-def comparable_content(file: RankFile, top: str | int) -> list[tuple[object, ...]]:
+def comparable_content(file: RankFile, top_key: str | int) -> list[tuple[object, ...]]:
     """Return the comparable part of a rank's entries below a key: values, and the checksums of tensors."""
     content: list[tuple[object, ...]] = []
     for name, key in file.flat.keys.items():
-        if key[0] == top and name in file.flat.blobs:
+        if key[0] == top_key and name in file.flat.blobs:
             content.append((name, file.flat.blobs[name].content))
-        elif key[0] == top:
+        elif key[0] == top_key:
             tensor = file.flat.tensors[name]
             content.append((name, tensor.spec, *(chunk.crc32 for chunk in tensor.chunks)))
     return content
@@ -139,7 +139,7 @@ class FilePerRank(FormatWriter):
 
     def check_files_complete(self, path: Path, report: Report) -> None:
         """Report truncated files; raise `Corrupt` if one is missing or belongs to another run."""
-        check_files(path, find_rank_files(path).names, report)
+        report_truncated_files(path, find_rank_files(path).names, report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout with the keys `model` and `optimizer`. Raises an error for a tensor that cannot be read."""
@@ -157,17 +157,17 @@ class FilePerRank(FormatWriter):
 
     def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
         """Return the files of `options.world_size` ranks, named and sharded like the files of `wanted`, if any."""
-        return tuple(lay_out_rank_files(wanted, example_of_checkpoint(wanted), options.world_size))
+        return tuple(lay_out_rank_files(wanted, sharding_example_of(wanted), options.world_size))
 
     def remarks_on_changes(self, wanted: Layout) -> Iterator[str]:
-        if example_of_checkpoint(wanted).was_sharded:
+        if sharding_example_of(wanted).was_sharded:
             yield "FSDP1's ShardedTensors become DTensors as torch 2.13 has them: a run with FSDP2 loads these files"
 
     def patches_after_data(self, written: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the replicas that several ranks store, and the CRC-32 of each storage."""
         rank_files = find_rank_files(written.root)
         files = [read_rank_files(written.root, rank_files, kind, (kind,), raise_problem) for kind in rank_files.files]
-        return patch_rank_files(written.root, files, checksums)
+        return patches_for_rank_files(written.root, files, checksums)
 
 
 def find_rank_files(path: Path, report: Report = raise_problem) -> RankFiles:
@@ -187,25 +187,25 @@ def find_rank_files(path: Path, report: Report = raise_problem) -> RankFiles:
 
 def join_rank_files(path: Path, rank_files: RankFiles, report: Report) -> FlatState:
     """Return model, optimizer and other entries of all ranks; report files that cannot be read, and skip them."""
-    model = without_flat_views(
+    model = without_flat_parameter_views(
         read_rank_files(path, rank_files, MODEL, () if rank_files.naming is BARE else (MODEL,), report)
     )
     if not model:
         raise Corrupt("no rank's file with a model can be read")
-    whole = join_files(model, report_naming_file(path, rank_files, MODEL, report))
+    whole = join_files(model, report_with_file(path, rank_files, MODEL, report))
     try:
         if files := read_rank_files(path, rank_files, OPTIMIZER, (OPTIMIZER,), report):
-            report_file = report_naming_file(path, rank_files, OPTIMIZER, report)
+            report_file = report_with_file(path, rank_files, OPTIMIZER, report)
             is_in_order = rank_files.naming.is_in_order
-            whole.update(join_optimizer(files, model, report_file, rank_files.world, is_in_order=is_in_order))
+            whole.update(join_optimizer(files, model, report_file, rank_files.world, is_in_model_order=is_in_order))
     except CkptError as error:
         report(error)
     if files := read_rank_files(path, rank_files, REST, (), report):
-        whole.update(join_other_entries(files))
+        whole.update(join_training_state_entries(files))
     return whole
 
 
-def report_naming_file(path: Path, rank_files: RankFiles, kind: str, report: Report) -> Report:
+def report_with_file(path: Path, rank_files: RankFiles, kind: str, report: Report) -> Report:
     """Return a report that names the file of the rank whose shard of a tensor is missing."""
 
     def report_file(problem: CkptError) -> None:
@@ -217,9 +217,9 @@ def report_naming_file(path: Path, rank_files: RankFiles, kind: str, report: Rep
 
 
 def read_rank_files(
-    path: Path, rank_files: RankFiles, kind: str, above: tuple[str, ...], report: Report
+    path: Path, rank_files: RankFiles, kind: str, key_prefix: tuple[str, ...], report: Report
 ) -> list[RankFile]:
     files = dict(sorted(rank_files.files.get(kind, {}).items()))
     return list(
-        read_each_file(path, files, lambda rank, name: read_rank_file(path, name, rank, above), report).values()
+        read_each_file(path, files, lambda rank, name: read_rank_file(path, name, rank, key_prefix), report).values()
     )

@@ -20,15 +20,15 @@ from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
 from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
-from ckptkit.layout.axes import consecutive_pieces, cut_tensor_from_flat
+from ckptkit.layout.axes import cut_tensor_from_flat, flat_pieces_of_chunks
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_certain, is_counted_from_zero, match_by_size, match_in_order
+from ckptkit.layout.matching import find_certain_match, is_counted_from_zero, match_by_size, match_in_order
 from ckptkit.layout.wrappers import (
     PARAM_NAMES,
-    is_flat_name,
+    is_flat_parameter_name,
     parameters_by_index,
     read_recorded_names,
-    without_inner_prefixes,
+    without_prefixes_except_ddp,
 )
 
 _STEP = "step"  # a state with one element, whatever the parameter's shape
@@ -60,32 +60,37 @@ def parameters_of(model: RankFile) -> list[Parameter]:
 def match_parameters(
     groups: Sequence[Sequence[int]],
     parameters: Sequence[Parameter],
-    shapes: Mapping[int, Shape | int],
-    recorded: Mapping[int, str],
+    state_shapes: Mapping[int, Shape | int],
+    recorded_names: Mapping[int, str],
     *,
-    is_in_order: bool,
+    is_in_model_order: bool,
 ) -> dict[int, Parameter] | None:
     """Return the parameter of each index, None if that is not certain.
 
-    `shapes` are the shapes of the states, or their numbers of elements if the states were flattened. If there are
-    `recorded` names, only these decide. Otherwise the shapes must distinguish the parameters. With `is_in_order`, the
-    trainer's code lists the parameters of each group in the model's order, and that order decides. Flattened states may
-    belong to FSDP1's flat parameters, which only their sizes show: with several groups, all sizes must be known.
+    `state_shapes` are the shapes of the states, or their numbers of elements if the states were flattened. If there are
+    `recorded_names` names, only these decide. Otherwise the shapes must distinguish the parameters. With
+    `is_in_model_order`, the trainer's code lists the parameters of each group in the model's order, and that order
+    decides. Flattened states may belong to FSDP1's flat parameters, which only their sizes show: with several groups,
+    all sizes must be known.
     """
-    flattened = any(isinstance(shape, int) for shape in shapes.values())
+    flattened = any(isinstance(shape, int) for shape in state_shapes.values())
     sizes = {parameter: prod(parameter.shape) if flattened else parameter.shape for parameter in parameters}
-    if recorded:
+    if recorded_names:
         known = {parameter.name: parameter for parameter in sizes}
-        shown = {number: shape for number, shape in shapes.items() if shape != ()}  # states of several shapes: unknown
+        shown = {
+            number: shape for number, shape in state_shapes.items() if shape != ()
+        }  # states of several shapes: unknown
         try:
-            matched = parameters_by_index(recorded, shown, {parameter.name: size for parameter, size in sizes.items()})
+            matched = parameters_by_index(
+                recorded_names, shown, {parameter.name: size for parameter, size in sizes.items()}
+            )
         except Mismatch:
             return None
         return {number: known[name] for number, name in matched.items()}
-    unknown = flattened and len(groups) > 1 and len(shapes) < len(parameters)
+    unknown = flattened and len(groups) > 1 and len(state_shapes) < len(parameters)
     if unknown or not is_counted_from_zero(groups):
         return None
-    return find_certain(match_in_order if is_in_order else match_by_size, groups, shapes, sizes)
+    return find_certain_match(match_in_order if is_in_model_order else match_by_size, groups, state_shapes, sizes)
 
 
 def find_recorded_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
@@ -101,13 +106,13 @@ def is_elementwise_state(key: KeyPath, tensor: RankTensor) -> bool:
     return len(key) == AT + 2 and key[1] == "state" and key[-1] != _STEP and tensor.spec.shape != ()
 
 
-def moments_of(file: RankFile) -> dict[str, RankTensor]:
+def elementwise_states_of(file: RankFile) -> dict[str, RankTensor]:
     return {name: tensor for name, tensor in file.tensors.items() if is_elementwise_state(file.flat.keys[name], tensor)}
 
 
 def has_flattened_states(files: Sequence[RankFile], model: RankFile) -> bool:
     """Return whether the states are flattened shards: plain 1-D tensors while the model's tensors are sharded."""
-    moments = [tensor for file in files for tensor in moments_of(file).values()]
+    moments = [tensor for file in files for tensor in elementwise_states_of(file).values()]
     is_spread = any(tensor.spread is not None for tensor in model.tensors.values())
     return is_spread and bool(moments) and all(h.spread is None and len(h.spec.shape) == 1 for h in moments)
 
@@ -124,7 +129,7 @@ def elementwise_state_shapes(files: Sequence[RankFile], *, flattened: bool) -> d
     shapes: dict[int, Shape | int] = {}
     of_moment: dict[tuple[int, Any], int] = {}
     for file in files:
-        for name, tensor in moments_of(file).items():
+        for name, tensor in elementwise_states_of(file).items():
             key = file.flat.keys[name]
             number = int(key[AT])
             if flattened:
@@ -150,12 +155,12 @@ def join_flattened_states(
     files: Sequence[RankFile], parameters: Mapping[int, Parameter] | None
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yield the states from their flattened shards, in the parameters' shapes, or in one dimension if unknown."""
-    for name in dict.fromkeys(name for file in files for name in moments_of(file)):
+    for name in dict.fromkeys(name for file in files for name in elementwise_states_of(file)):
         by_file = [(file, file.tensors[name]) for file in files if name in file.tensors]
         total = sum(tensor.spec.numel for _, tensor in by_file)
         key = by_file[0][0].flat.keys[name]
         shape = parameters[int(key[AT])].shape if parameters else (total,)
-        pieces = consecutive_pieces(chunk_and_numel(tensor) for _, tensor in by_file)
+        pieces = flat_pieces_of_chunks(chunk_and_numel(tensor) for _, tensor in by_file)
         yield (
             name,
             StoredTensor(replace(by_file[0][1].spec, shape=shape), tuple(cut_tensor_from_flat(pieces, 0, shape))),
@@ -183,43 +188,48 @@ _MEMBER = re.compile(r"((?:[^.]+\.)*?)([0-9]+)\.")  # `model.layers.3.`
 Unit = list[tuple[Parameter, int]]  # the parameters in a flat parameter, each with its offset in elements
 
 
-def match_units(
+def match_fsdp_units(
     groups: Sequence[Sequence[int]],
     parameters: Sequence[Parameter],
-    totals: Mapping[int, int],
+    numel_by_index: Mapping[int, int],
     world: int,
-    recorded: Mapping[int, str],
+    recorded_names: Mapping[int, str],
 ) -> list[Unit] | None:
-    """Return the units behind the indices, None if uncertain. `totals` count elements on all ranks, with padding."""
+    """Return the units behind the indices, None if uncertain.
+
+    `numel_by_index` count elements on all ranks, with padding.
+    """
     if len(groups) != 1 or not is_counted_from_zero(groups):
         return None
-    supposed = [units_by_recorded_names(recorded, parameters)] if recorded else candidate_wrappings(parameters)
+    supposed = (
+        [units_by_recorded_names(recorded_names, parameters)] if recorded_names else candidate_wrappings(parameters)
+    )
     fitting: list[list[Unit]] = []
     for units in supposed:
         counts = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
         padded = {index: -(-numel // world) * world for index, numel in enumerate(counts)}  # into equal shards
-        if units not in fitting and find_certain(match_in_order, groups, totals, padded) is not None:
+        if units not in fitting and find_certain_match(match_in_order, groups, numel_by_index, padded) is not None:
             fitting.append(units)
     return fitting[0] if len(fitting) == 1 else None
 
 
 def units_by_recorded_names(recorded: Mapping[int, str], parameters: Sequence[Parameter]) -> list[Unit]:
     """Return the unit of each flat parameter by its recorded name; [] if a parameter belongs to no unit."""
-    flat = [without_inner_prefixes(recorded[number]) for number in sorted(recorded)]
+    flat = [without_prefixes_except_ddp(recorded[number]) for number in sorted(recorded)]
     prefixes = [name[: name.rfind(".") + 1] for name in flat]
     inside: dict[str, list[Parameter]] = {prefix: [] for prefix in prefixes}
     for parameter in parameters:
-        name = without_inner_prefixes(parameter.name)
+        name = without_prefixes_except_ddp(parameter.name)
         above = [prefix for prefix in inside if name.startswith(prefix)]
-        if not above or not all(map(is_flat_name, flat)):
+        if not above or not all(map(is_flat_parameter_name, flat)):
             return []
         inside[max(above, key=len)].append(parameter)
-    return [make_unit(inside[prefix]) for prefix in prefixes]
+    return [make_fsdp_unit(inside[prefix]) for prefix in prefixes]
 
 
 def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]:
     """Yield the possible units: only the root was wrapped, or also the members of one list of layers."""
-    yield [make_unit(parameters)]
+    yield [make_fsdp_unit(parameters)]
     lists = dict.fromkeys(match[1] for p in parameters for match in [_MEMBER.match(p.name)] if match)
     for above in lists:
         inside: dict[int, list[Parameter]] = {}
@@ -228,11 +238,11 @@ def candidate_wrappings(parameters: Sequence[Parameter]) -> Iterator[list[Unit]]
             match = _MEMBER.match(parameter.name)
             belongs = match is not None and match[1] == above
             (inside.setdefault(int(match[2]), []) if match and belongs else root).append(parameter)
-        layers = [make_unit(inside[index]) for index in sorted(inside)]
-        yield [make_unit(root), *layers] if root else layers
+        layers = [make_fsdp_unit(inside[index]) for index in sorted(inside)]
+        yield [make_fsdp_unit(root), *layers] if root else layers
 
 
-def make_unit(parameters: Sequence[Parameter]) -> Unit:
+def make_fsdp_unit(parameters: Sequence[Parameter]) -> Unit:
     unit: Unit = []
     at = 0
     for parameter in parameters:
@@ -241,7 +251,7 @@ def make_unit(parameters: Sequence[Parameter]) -> Unit:
     return unit
 
 
-def join_unit_states(
+def join_fsdp_unit_states(
     files: Sequence[RankFile], units: Sequence[Unit], other_entries: FlatState, order: Sequence[Parameter]
 ) -> FlatState:
     """Return the optimizer by names. States are cut out of units; a unit's scalar state goes to all its parameters."""
@@ -255,7 +265,7 @@ def join_unit_states(
             named = (*key[:AT], parameter.name, key[-1])
             rank_tensor = files[0].tensors[name]
             if is_elementwise_state(key, rank_tensor):
-                pieces = consecutive_pieces(chunk_and_numel(file.tensors[name]) for file in files)
+                pieces = flat_pieces_of_chunks(chunk_and_numel(file.tensors[name]) for file in files)
                 chunks = tuple(cut_tensor_from_flat(pieces, at, parameter.shape))
                 joined.put(named, StoredTensor(replace(rank_tensor.spec, shape=parameter.shape), chunks))
             else:
@@ -270,13 +280,13 @@ PARAMS = "params"  # the key of a group's list of parameters
 
 
 def join_optimizer(
-    files: Sequence[RankFile], model: Sequence[RankFile], report: Report, world: int, *, is_in_order: bool
+    files: Sequence[RankFile], model: Sequence[RankFile], report: Report, world: int, *, is_in_model_order: bool
 ) -> FlatState:
     """Return the joined optimizer of all ranks, with parameter names from the files of the `model`.
 
-    `is_in_order` says that the trainer's code passes each group its parameters in the model's order. If the parameter
-    of an index is not certain, all indices stay, and flattened states keep one dimension. Raises `Corrupt` for
-    flattened states if a file of one of the `world` ranks is missing: nothing else says where its shards belong.
+    `is_in_model_order` says that the trainer's code passes each group its parameters in the model's order. If the
+    parameter of an index is not certain, all indices stay, and flattened states keep one dimension. Raises `Corrupt`
+    for flattened states if a file of one of the `world` ranks is missing: nothing else says where its shards belong.
     """
     groups = find_parameter_indices_by_group(files[0].value)
     recorded = find_recorded_names(files[0].value, groups) if groups is not None else None
@@ -290,28 +300,30 @@ def join_optimizer(
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = elementwise_state_shapes(own, flattened=flattened)
     parameters = parameters_of(model[0])
-    parameter_of = match_parameters(groups, parameters, shapes, recorded, is_in_order=is_in_order)
+    parameter_of = match_parameters(groups, parameters, shapes, recorded, is_in_model_order=is_in_model_order)
     if flattened:
         rest = join_files([without_elementwise_states(file) for file in files])
         totals = {number: count for number, count in shapes.items() if isinstance(count, int)}
         units = (
-            match_units(groups, parameters, totals, len(own), recorded)
-            if parameter_of is None and (is_in_order or recorded)
+            match_fsdp_units(groups, parameters, totals, len(own), recorded)
+            if parameter_of is None and (is_in_model_order or recorded)
             else None
         )
         if units is not None:
-            return with_names_in_groups(join_unit_states(own, units, rest, parameters), [parameters])
+            return with_names_in_groups(join_fsdp_unit_states(own, units, rest, parameters), [parameters])
         tensors = {**dict(join_flattened_states(own, parameter_of)), **rest.tensors}
         keys = {name: key for file in reversed(own) for name, key in file.flat.keys.items()} | rest.keys
         joined = FlatState(tensors, rest.blobs, keys)
     else:
         joined = join_files(
-            files, report if parameter_of is None else report_naming_parameter(files, parameter_of, report)
+            files, report if parameter_of is None else report_with_parameter_name(files, parameter_of, report)
         )
     return joined if parameter_of is None else with_parameter_names(joined, groups, parameter_of)
 
 
-def report_naming_parameter(files: Sequence[RankFile], parameter_of: Mapping[int, Parameter], report: Report) -> Report:
+def report_with_parameter_name(
+    files: Sequence[RankFile], parameter_of: Mapping[int, Parameter], report: Report
+) -> Report:
     """Return a report that names states by their parameters."""
     keys = {name: key for file in files for name, key in file.flat.keys.items()}
 
@@ -324,7 +336,7 @@ def report_naming_parameter(files: Sequence[RankFile], parameter_of: Mapping[int
 
 
 def without_elementwise_states(file: RankFile) -> RankFile:
-    moments = moments_of(file)
+    moments = elementwise_states_of(file)
     tensors = {name: tensor for name, tensor in file.flat.tensors.items() if name not in moments}
     return replace(file, flat=replace(file.flat, tensors=tensors))
 

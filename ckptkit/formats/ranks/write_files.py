@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Unsupported, errors_at, skip_problem
 from ckptkit.formats.archives.flatten import find_dict_items, unflatten
-from ckptkit.formats.archives.state_files import entries_in
+from ckptkit.formats.archives.state_files import entry_locations_in_file
 from ckptkit.formats.archives.values import load_value
 from ckptkit.formats.archives.write_archive import Storages, make_zip_template, tensor_rebuild_record
 from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk_members
@@ -31,7 +31,7 @@ from ckptkit.formats.shards.write_dtensors import RankMesh, dtensor_record, mesh
 from ckptkit.io.file import OpenFiles, names_in, read_at
 from ckptkit.layout import OWN, Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec
 from ckptkit.layout.placements import Placement, Shard, local_shape_and_boxes
-from ckptkit.layout.wrappers import PARAM_NAMES, is_record_of
+from ckptkit.layout.wrappers import PARAM_NAMES, names_match_ignoring_wrappers
 from ckptkit.words import count
 
 _GROUPS, _PARAMS = "param_groups", "params"
@@ -49,7 +49,7 @@ def lay_out_rank_files(wanted: Layout, example: Example, world: int) -> Iterator
         message = f"expected a multiple of {prod(rest)} ranks ({axes}), found {world}"
         raise Unsupported(message, hint=f"pass a multiple of {prod(rest)}")
     writing = Writing(wanted, example, example.grid._replace(shape=(world // prod(rest), *rest)))
-    for kind, names in writing.names_by_kind().items():
+    for kind, names in writing.names_by_file_kind().items():
         template = example.naming.templates.get(kind)
         if template is None:
             hint = f"drop it with --exclude '{names[0].partition('.')[0]}*'"
@@ -76,7 +76,7 @@ class Writing:
         """Return the indices of the optimizer's parameters by name, {} if the files store names."""
         return indices_of_parameters(self.wanted) if self.example.naming is WITH_WORLD else {}
 
-    def names_by_kind(self) -> dict[str, list[str]]:
+    def names_by_file_kind(self) -> dict[str, list[str]]:
         """Return the names of entries by the kind of file that stores them."""
         kinds: dict[str, list[str]] = {}
         for name in self.wanted.names:
@@ -118,7 +118,7 @@ class Writing:
         """Return the file of a rank with the entries that belong to this rank or to all ranks."""
         storages = RankStorages(self, rank)
         mine = [entry for entry in names if find_rank_of_entry(self.wanted.key(entry)) in (None, rank)]
-        value = unflatten(mine, self.key_in_rank_file, storages.pickled_value_of)
+        value = unflatten(mine, self.key_in_rank_file, storages.picklable_value_of)
         envelope = make_zip_template(dump(value), storages.contents)
         return NewFile(name, envelope.nbytes, envelope.parts)
 
@@ -170,7 +170,7 @@ class RankStorages(Storages):
         self.where = unravel(rank, writing.grid.shape)
         self._local: dict[object, str] = {}
 
-    def pickled_value_of(self, name: str) -> Any:
+    def picklable_value_of(self, name: str) -> Any:
         """Return the rank's shard of a tensor, or a non-tensor entry, as `write_pickle.dump` takes it."""
         key = self.wanted.key(name)
         if key == (_WORLD_SIZE,):
@@ -180,10 +180,10 @@ class RankStorages(Storages):
             if key[-1] == _PARAMS:
                 return [self.writing.numbers[parameter] for parameter in names]
             recorded = load_value(self.wanted.root, self.wanted.blobs[name])
-            return recorded if is_record_of(recorded, names) else names
+            return recorded if names_match_ignoring_wrappers(recorded, names) else names
         placements = self.writing.find_placements(name) if name in self.wanted.tensors else None
         if placements is None:
-            return super().pickled_value_of(name)
+            return super().picklable_value_of(name)
         stored, calls = self.wanted.tensors[name], self.writing.example.calls
         with errors_at(tensor=name):
             shape = self.writing.grid.shape
@@ -223,25 +223,30 @@ def indices_of_parameters(wanted: Layout) -> dict[str, int]:
     return {name: i for i, name in enumerate(names)} if all(isinstance(name, str) for name in names) else {}
 
 
-def parameters_in_group(wanted: Layout, group: KeyPath) -> list[Any]:
-    name = next(name for name in wanted.blobs if wanted.key(name) == (*group, _PARAMS))
+def parameters_in_group(wanted: Layout, group_key: KeyPath) -> list[Any]:
+    name = next(name for name in wanted.blobs if wanted.key(name) == (*group_key, _PARAMS))
     return list(load_value(wanted.root, wanted.blobs[name]))
 
 
-def patch_rank_files(
-    root: Path, files: list[list[RankFile]], checksums: Mapping[FileOffset, int]
+def patches_for_rank_files(
+    root: Path, files_by_kind: list[list[RankFile]], checksums: Mapping[FileOffset, int]
 ) -> Iterator[tuple[str, Patch]]:
-    """Yield the replicas and CRC-32s to write, by file. `files` are those of all ranks by kind, as read back now."""
+    """Yield the replicas and CRC-32s to write, by file.
+
+    `files_by_kind` are those of all ranks by kind, as read back now.
+    """
     with OpenFiles(root) as sources:
-        for of_kind in files:
+        for of_kind in files_by_kind:
             chunks = [(name, chunk) for file in of_kind for name, chunk in chunks_in(file)]
             written = {(name, one.box): one for name, one in chunks if (one.path, one.offset) in checksums}
             for file in of_kind:
-                entries = {entry.offset: entry for entry in entries_in(root / file.name).values() if entry.length}
+                entries = {
+                    entry.offset: entry for entry in entry_locations_in_file(root / file.name).values() if entry.length
+                }
                 for name, chunk in chunks_in(file):
                     source = written[name, chunk.box]
                     if (chunk.path, chunk.offset) != (source.path, source.offset):
-                        yield from copies_of(source, chunk, sources)
+                        yield from patches_copying_chunk(source, chunk, sources)
                     crc = checksums[source.path, source.offset].to_bytes(4, "little")
                     yield from ((chunk.path, (at, crc)) for at in entries[chunk.offset].crc_offsets)
 
@@ -254,10 +259,10 @@ def chunks_in(file: RankFile) -> Iterator[tuple[str, Chunk]]:
                 yield name, chunk
 
 
-def copies_of(source: Chunk, chunk: Chunk, sources: OpenFiles) -> Iterator[tuple[str, Patch]]:
-    for at in range(0, chunk.length, _PIECE):
-        size = min(_PIECE, chunk.length - at)
-        yield chunk.path, (chunk.offset + at, read_at(sources[source.path], size, source.offset + at))
+def patches_copying_chunk(source: Chunk, target: Chunk, sources: OpenFiles) -> Iterator[tuple[str, Patch]]:
+    for at in range(0, target.length, _PIECE):
+        size = min(_PIECE, target.length - at)
+        yield target.path, (target.offset + at, read_at(sources[source.path], size, source.offset + at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +281,7 @@ class Example:
     was_sharded: bool = False
 
 
-def example_of_checkpoint(wanted: Layout) -> Example:
+def sharding_example_of(wanted: Layout) -> Example:
     """Return how a checkpoint in files of ranks was written; for any other, an example sharded by rows as in FSDP2."""
     rank_files = find_model_files(names_in(wanted.root), skip_problem) if wanted.format == "ranks" else None
     if rank_files is None:

@@ -56,19 +56,19 @@ def read_mesh(value: Any, rank: int, read_integers: ReadIntegers) -> Mesh:
         raise Unsupported("the pickle describes a mesh in an unknown way") from error
     if not all(type(one) is int for one in ranks) or len(ranks) != prod(shape) or len(set(ranks)) != len(ranks):
         wanted = f"{prod(shape)} different ranks on a mesh of shape {list(shape)}"
-        raise Corrupt(f"expected {wanted}, found {join_first_ranks(ranks)}")
+        raise Corrupt(f"expected {wanted}, found {abbreviate_ranks(ranks)}")
     recorded = state.get("_rank")
     if rank not in ranks or (type(recorded) is int and recorded != rank):
-        found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {join_first_ranks(ranks)}"
+        found_text = f"that of rank {recorded}" if recorded is not None else f"that of ranks {abbreviate_ranks(ranks)}"
         hint = "check whether the file was renamed"
         raise Corrupt(f"expected the mesh of rank {rank} (file name), found {found_text}", hint=hint)
     where = unravel(ranks.index(rank), shape)
     return Mesh(shape, ranks, where, tuple(map(str, names)) if names else None, device)
 
 
-def mesh_shape_and_ranks(layout: Record, every: tuple[int, ...], rank: int) -> tuple[Shape, tuple[int, ...]]:
+def mesh_shape_and_ranks(layout: Record, rank_map: tuple[int, ...], rank: int) -> tuple[Shape, tuple[int, ...]]:
     """Return shape and ranks of the mesh that a layout forms from a map of ranks; of several, the one with `rank`."""
-    if len(every) > _MOST_RANKS:
+    if len(rank_map) > _MOST_RANKS:
         raise ValueError("ranks")
     described = layout.attributes()
     if "axes" in described:
@@ -80,16 +80,16 @@ def mesh_shape_and_ranks(layout: Record, every: tuple[int, ...], rank: int) -> t
     axes = [list(zip(as_shape(n), as_shape(step), strict=True)) for n, step in nested]
     shape = tuple(prod(size for size, _ in axis) for axis in axes)
     steps = [step for axis in axes for step in axis]
-    if prod(shape) > len(every) or any(step < 0 for _, step in steps):
+    if prod(shape) > len(rank_map) or any(step < 0 for _, step in steps):
         raise ValueError("layout")
-    at = every.index(rank)
+    at = rank_map.index(rank)
     base = at - sum(at // step % size * step for size, step in steps if step)
     indices = [base]
     for size, step in steps:
         indices = [index + i * step for index in indices for i in range(size)]
-    if not 0 <= min(indices) <= max(indices) < len(every):
+    if not 0 <= min(indices) <= max(indices) < len(rank_map):
         raise ValueError("layout")
-    return shape, tuple(every[index] for index in indices)
+    return shape, tuple(rank_map[index] for index in indices)
 
 
 def unravel(index: int, shape: Shape) -> Shape:
@@ -101,7 +101,7 @@ def unravel(index: int, shape: Shape) -> Shape:
     return tuple(reversed(coordinate))
 
 
-def join_first_ranks(ranks: tuple[int, ...]) -> str:
+def abbreviate_ranks(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
@@ -201,14 +201,14 @@ def read_placement(value: Record, mesh: Mesh) -> Placement:
         raise Unsupported(f"this is a partial sum (`{of.name}`): each rank has a summand, and no rank has the tensor")
     if of.name not in ("Shard", "_StridedShard"):
         raise Unsupported(f"a placement of class `{of}`")
-    state = state_attributes_of(value)
+    state = pickled_attributes_of(value)
     dim, stride = state["dim"], state.get("split_factor", 1)
     if type(dim) is not int or type(stride) is not int or dim < 0 or not 0 < stride <= prod(mesh.shape):
         raise ValueError("placement")
     return Shard(dim, stride)
 
 
-def state_attributes_of(value: Record) -> Mapping[str, Any]:
+def pickled_attributes_of(value: Record) -> Mapping[str, Any]:
     """Return the state of an object: also of one with slots, or of a call with positional arguments."""
     state = value.state
     if isinstance(state, tuple):
@@ -218,14 +218,14 @@ def state_attributes_of(value: Record) -> Mapping[str, Any]:
     return value.attributes()
 
 
-def find_mesh_axis_order(value: Any, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
+def find_mesh_axis_order(shard_order: Any, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
     """Return the order of the mesh axes that shard a tensor, None for the mesh's. It is recorded per dimension."""
-    if not value:
+    if not shard_order:
         return None
-    order = [axis for entry in value for axis in entry.args[1]]
+    order = [axis for entry in shard_order for axis in entry.args[1]]
     cutting = [axis for axis, shard in enumerate(placements) if shard is not None]
     if sorted(order) != cutting or any(
-        placements[axis] != Shard(entry.args[0]) for entry in value for axis in entry.args[1]
+        placements[axis] != Shard(entry.args[0]) for entry in shard_order for axis in entry.args[1]
     ):
         raise ValueError("shard_order")
     return tuple(order)

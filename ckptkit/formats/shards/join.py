@@ -77,14 +77,14 @@ def join_rank_tensors(name: str, tensor_by_rank: Mapping[int, RankTensor], repor
 
 
 def join_dtensor_chunks(
-    name: str, tensor_by_rank: Mapping[int, RankTensor], of_first: Placed, report: Report
+    name: str, tensor_by_rank: Mapping[int, RankTensor], reference: Placed, report: Report
 ) -> Iterable[Chunk]:
     """Yield a DTensor's chunks without replicas, in the order of the mesh. Ranks outside the mesh have replicas."""
     for rank, other in tensor_by_rank.items():
         spread = other.spread
         assert isinstance(spread, Placed)
         own = (spread.mesh.shape, spread.placements, spread.order)
-        wanted = (of_first.mesh.shape, of_first.placements, of_first.order)
+        wanted = (reference.mesh.shape, reference.placements, reference.order)
         if own != wanted:
             first = min(tensor_by_rank)
             message = f"expected the placements of rank {first}, found others on rank {rank}"
@@ -92,52 +92,52 @@ def join_dtensor_chunks(
                 expected = f"expected a mesh of {list(wanted[0])} as on rank {first}"
                 message = f"{expected}, found {list(own[0])} on rank {rank}"
             raise Corrupt(message, hint="check that all files come from one run")
-    missing = [rank for rank in of_first.mesh.ranks if rank not in tensor_by_rank]
+    missing = [rank for rank in reference.mesh.ranks if rank not in tensor_by_rank]
     if missing:
-        message = f"expected a shard from each of {len(of_first.mesh.ranks)} ranks, found none from rank {missing[0]}"
+        message = f"expected a shard from each of {len(reference.mesh.ranks)} ranks, found none from rank {missing[0]}"
         hint = "check that no file is missing or from another run"
         report(Incomplete(message, tensor=name, hint=hint, ranks=missing))
     first_rank = {}
-    for rank in (rank for rank in of_first.mesh.ranks if rank in tensor_by_rank):
+    for rank in (rank for rank in reference.mesh.ranks if rank in tensor_by_rank):
         spread = tensor_by_rank[rank].spread
         assert isinstance(spread, Placed)
         first_rank[spread.mesh.coordinate] = rank
         if not spread.is_replica:
             yield from tensor_by_rank[rank].chunks
     for rank, other in tensor_by_rank.items():
-        if rank not in of_first.mesh.ranks:
+        if rank not in reference.mesh.ranks:
             assert isinstance(other.spread, Placed)
             same = first_rank.get(other.spread.mesh.coordinate)
             if same is not None:
                 require_equal_replicas(same, tensor_by_rank[same], rank, other)
 
 
-def require_equal_replicas(one: int, held: RankTensor, other: int, other_held: RankTensor) -> None:
+def require_equal_replicas(rank: int, tensor: RankTensor, other_rank: int, other_tensor: RankTensor) -> None:
     """Raise `Unsupported` if checksums show that replicas differ. Those of storages with other tensors do not count."""
-    for chunk, replica in zip(held.chunks, other_held.chunks, strict=True):
+    for chunk, replica in zip(tensor.chunks, other_tensor.chunks, strict=True):
         is_comparable = None not in (chunk.crc32, replica.crc32) and chunk.run is None
         if is_comparable and chunk.crc32 != replica.crc32:
-            message = f"the values differ between ranks {one} and {other}, and no file says how to join them"
+            message = f"the values differ between ranks {rank} and {other_rank}, and no file says how to join them"
             hint = "check whether the tensor is local to each rank, like experts or pipeline stages"
             raise Unsupported(message, hint=hint)
 
 
 def check_shards_agree(
-    name: str, tensor_by_rank: Mapping[int, RankTensor], of_first: ShardedTensor, report: Report
+    name: str, tensor_by_rank: Mapping[int, RankTensor], reference: ShardedTensor, report: Report
 ) -> None:
     """Raise `Corrupt` unless all ranks agree on all boxes, and each has one of them; report a missing rank."""
     for rank, other in tensor_by_rank.items():
         spread = other.spread
         assert isinstance(spread, ShardedTensor)
-        if spread.boxes != of_first.boxes:
-            expected = f"expected the list of {len(of_first.boxes)} shards that rank {min(tensor_by_rank)} has"
+        if spread.boxes != reference.boxes:
+            expected = f"expected the list of {len(reference.boxes)} shards that rank {min(tensor_by_rank)} has"
             message = f"{expected}, found another list of {len(spread.boxes)} on rank {rank}"
             raise Corrupt(message, hint="check that all files come from one run")
-        if not {chunk.box for chunk in other.chunks} <= set(of_first.boxes):
+        if not {chunk.box for chunk in other.chunks} <= set(reference.boxes):
             raise Corrupt(f"rank {rank} has a shard that the list of all shards does not contain")
-    beyond = [rank for rank in of_first.ranks if rank is not None and rank not in tensor_by_rank]
+    beyond = [rank for rank in reference.ranks if rank is not None and rank not in tensor_by_rank]
     if beyond:
-        message = f"expected a shard from each of {len(of_first.ranks)} ranks, found none from rank {beyond[0]}"
+        message = f"expected a shard from each of {len(reference.ranks)} ranks, found none from rank {beyond[0]}"
         hint = "check that no file is missing or from another run"
         report(Incomplete(message, tensor=name, hint=hint, ranks=beyond))
 
@@ -171,12 +171,14 @@ BY_HALVES = JoinRule(0, sections=2)
 JoinRules = Sequence[tuple[str, JoinRule]]  # patterns of full names; the first match counts
 
 
-def require_join_rule(name: str, rules: JoinRules, ranks: int) -> JoinRule:
+def require_join_rule(name: str, rules: JoinRules, world_size: int) -> JoinRule:
     """Return the rule for a tensor. Raises `Unsupported` without a rule: ckptkit does not guess."""
     found = next((rule for pattern, rule in rules if re.fullmatch(pattern, name)), None)
     if found is None:
         hint = "report the tensor's name as an issue; to open one rank's file, copy it under a name without a number"
-        raise Unsupported(f"there is no rule for how the tensor is split over {ranks} ranks", tensor=name, hint=hint)
+        raise Unsupported(
+            f"there is no rule for how the tensor is split over {world_size} ranks", tensor=name, hint=hint
+        )
     return found
 
 
@@ -219,7 +221,7 @@ def replica_chunks_of(tensor: StoredTensor, shards: Sequence[StoredTensor]) -> t
     return tuple(chunk for copy in shards if copy is not tensor for chunk in copy.chunks)
 
 
-def as_lost_tensors(flat: FlatState, path: str) -> FlatState:
+def as_unreadable_tensors(flat: FlatState, path: str) -> FlatState:
     """Return the tensors that a rank's unreadable file must have had, derived from another rank's file."""
     lost = {
         name: replace(tensor, chunks=tuple(Chunk.unreadable(chunk.box, path, chunk.dtype) for chunk in tensor.chunks))

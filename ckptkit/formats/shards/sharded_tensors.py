@@ -19,7 +19,7 @@ from ckptkit.formats.archives.state_files import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor_record, is_subclass
-from ckptkit.formats.shards.dtensors import Placed, Specs, is_dtensor, state_attributes_of
+from ckptkit.formats.shards.dtensors import Placed, Specs, is_dtensor, pickled_attributes_of
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Chunk, KeyPath, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
@@ -90,18 +90,18 @@ class _RankFlattening(Flattening):
         return [int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size)]
 
 
-def read_rank_file(root: Path, name: str, rank: int, above: KeyPath, *, is_dict: bool = True) -> RankFile:
-    """Return the contents of a rank's file, with key paths that begin with `above`. Every error names the file.
+def read_rank_file(root: Path, name: str, rank: int, key_prefix: KeyPath, *, must_be_dict: bool = True) -> RankFile:
+    """Return the contents of a rank's file, with key paths that begin with `key_prefix`. Every error names the file.
 
-    The file must contain a dict, unless `is_dict` is false: then it may be a single entry, at `above` itself.
+    The file must contain a dict, unless `must_be_dict` is false: then it may be a single entry, at `key_prefix` itself.
     """
     state = read_state_file(root, name)
     with errors_at(path=root / name):
         holding = _RankFlattening(root, rank, state.entries, name)
-        if is_dict or find_dict_items(state.value) == []:
-            holding.add_children(holding.members(state.value), above)
+        if must_be_dict or find_dict_items(state.value) == []:
+            holding.add_children(holding.members(state.value), key_prefix)
         else:
-            holding.add_nested(state.value, above)
+            holding.add_nested(state.value, key_prefix)
     return RankFile(rank, name, holding.flat, state.value)
 
 
@@ -128,10 +128,10 @@ class ShardedTensor(NamedTuple):
 def read_sharded_tensor(value: Record) -> ShardedTensor:
     try:
         shards, metadata, *_ = value.args[3]
-        described = state_attributes_of(metadata)
+        described = pickled_attributes_of(metadata)
         shape = as_shape(described["size"])
         every = [box_and_rank(one) for one in described["shards_metadata"]]
-        own_shards = tuple(read_shard(state_attributes_of(shard)) for shard in shards)
+        own_shards = tuple(read_shard(pickled_attributes_of(shard)) for shard in shards)
         # a rank may have no shard
         dtype = own_shards[0][1].dtype if own_shards else DTYPES[value.args[2][1].name]
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -152,10 +152,10 @@ def read_shard(shard: Mapping[str, Any]) -> tuple[Box, TensorRecord]:
 
 def box_and_rank(metadata: Record) -> tuple[Box, int | None]:
     """Return the box of a shard, and its rank if it is recorded."""
-    state = state_attributes_of(metadata)
+    state = pickled_attributes_of(metadata)
     box = Box(as_shape(state["shard_offsets"]), as_shape(state["shard_sizes"]))
     if len(box.start) != len(box.size):
         raise ValueError("shard")
     placement = state.get("placement")
-    rank = state_attributes_of(placement).get("_rank") if isinstance(placement, Record) else None
+    rank = pickled_attributes_of(placement).get("_rank") if isinstance(placement, Record) else None
     return box, rank if type(rank) is int else None

@@ -46,19 +46,22 @@ def new_object_record(of: Global, state: dict[str, Any]) -> Record:
     return record
 
 
-def mesh_record(grid: RankMesh, rank: int, ranks: Record) -> Record:
-    """Return the mesh as `rank` sees it. `ranks` is the tensor of all ranks, in the shape of `rank_tensor_content`."""
+def mesh_record(grid: RankMesh, rank: int, rank_tensor: Record) -> Record:
+    """Return the mesh as `rank` sees it.
+
+    `rank_tensor` is the tensor of all ranks, in the shape of `rank_tensor_content`.
+    """
     world = tuple(range(prod(grid.shape)))
     where = unravel(rank, grid.shape)
     old = grid.like.attributes() if grid.like is not None else None
     if old is not None and "_layout" not in old:
         kept = {name: value for name, value in old.items() if name not in _OF_PROCESS}
-        changes: dict[str, Any] = {"mesh": ranks, "_flatten_mesh_list": world, "_coordinate_on_dim": list(where)}
+        changes: dict[str, Any] = {"mesh": rank_tensor, "_flatten_mesh_list": world, "_coordinate_on_dim": list(where)}
         return new_object_record(DEVICE_MESH, {name: changes.get(name, value) for name, value in kept.items()})
     changes = {
         "_device_type": grid.device,
         "_layout": mesh_layout_record(grid, old["_layout"] if old else None),
-        "_rank_map": ranks,
+        "_rank_map": rank_tensor,
         "_mesh_dim_names": grid.names,
         "_root_mesh": None,
         "_preserve_rank_order": False,  # torch 2.15 reads it when it compares meshes

@@ -47,7 +47,7 @@ _S3 = KnownStore(
     uploads="ckptkit.plugins.s3_runs.uploads",
 )
 _OBJECTS = KnownStore(
-    "ckptkit.plugins.object_stores.store:open_object_files",
+    "ckptkit.plugins.object_stores.store:open_bucket_store",
     destination="ckptkit.plugins.object_stores.destination:ObjectDestination",
 )
 _DESCRIBE_HUB = "ckptkit.plugins.hub_writing.bucket_destination:describe_hub_destination"
@@ -141,7 +141,7 @@ class StoredSum:
 class ChecksumStore(Protocol):
     """A store that keeps checksums of files, which it computed itself when they were written."""
 
-    def read_stored_sum(self, key: str) -> StoredSum:
+    def read_stored_checksums(self, key: str) -> StoredSum:
         """Return the checksums of the file at `key`, in one or two requests."""
 
 
@@ -210,7 +210,7 @@ class CachedStore:
         return bool(directory) and self._is_known_absent(above)
 
 
-def store_row_for_url(url: str) -> KnownStore:
+def known_store_for_url(url: str) -> KnownStore:
     """Return the row of the store table for a URL at or below a store's root."""
     scheme, _, rest = url.partition("://")
     return STORES.get(f"{scheme}://{rest.partition('/')[0]}") or STORES.get(scheme, OTHERS)
@@ -219,7 +219,7 @@ def store_row_for_url(url: str) -> KnownStore:
 @cache
 def open_store(url: str) -> CachedStore:
     """Return the store whose root is `url`, shared by all callers. Raises `Usage` for an unknown scheme."""
-    reopen = partial(import_object(store_row_for_url(url).store), url)
+    reopen = partial(import_object(known_store_for_url(url).store), url)
     return CachedStore(cast(Store, reopen()), reopen)
 
 
@@ -243,11 +243,11 @@ def translate_store_errors(path: Path, store: Store) -> Iterator[None]:
         raise IOFailure(f"{what}: {reason}", path=path, hint=store.hint) from error
 
 
-def with_retries(request: Callable[[], T], dropped: tuple[type[Exception], ...]) -> T:
-    """Return the result of `request`, retrying a few times after a pause if a `dropped` error is raised."""
+def with_retries(request: Callable[[], T], retried_errors: tuple[type[Exception], ...]) -> T:
+    """Return the result of `request`, retrying a few times after a pause if a `retried_errors` error is raised."""
     for pause in _PAUSES:
         try:
             return request()
-        except dropped:
+        except retried_errors:
             time.sleep(pause)
     return request()

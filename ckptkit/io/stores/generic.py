@@ -44,7 +44,7 @@ class FileSystem:
                 return entry_from_fsspec(self._files.info(self._path(key)))
             self._list(key)
         except FileNotFoundError as error:
-            if self._is_absent(error):
+            if self._means_missing_file(error):
                 return None
             raise LookupError(str(error)) from error
         return StoreEntry("", is_dir=True)
@@ -68,12 +68,12 @@ class FileSystem:
             data: bytes = file.read(stop - start)
             return data
 
-        return lambda start, stop: with_retries(lambda: read(start, stop), dropped_connections())
+        return lambda start, stop: with_retries(lambda: read(start, stop), connection_error_types())
 
     def drop_cache(self) -> None:
         self._files.invalidate_cache()
 
-    def _is_absent(self, error: FileNotFoundError) -> bool:  # noqa: ARG002
+    def _means_missing_file(self, error: FileNotFoundError) -> bool:  # noqa: ARG002
         """Return whether an error means that a file is missing, and not the bucket or host that contains it."""
         return True
 
@@ -111,7 +111,7 @@ def to_epoch_seconds(time: Any) -> float:
     return float(int(time.timestamp() if isinstance(time, datetime) else time))
 
 
-def dropped_connections() -> tuple[type[Exception], ...]:
+def connection_error_types() -> tuple[type[Exception], ...]:
     """Return the exceptions for a lost connection that the library does not retry itself."""
     try:
         from aiohttp import ClientConnectionError, ClientPayloadError

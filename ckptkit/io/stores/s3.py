@@ -15,7 +15,7 @@ from typing import Any
 from ckptkit.errors import CkptError, IOFailure
 from ckptkit.io.stores import StoredSum
 from ckptkit.io.stores.generic import FileSystem
-from ckptkit.io.stores.s3_errors import ABSENT, Tolerating, error_code_of, has_no_reason, to_s3_error
+from ckptkit.io.stores.s3_errors import ABSENT, Tolerating, error_code_of, lacks_error_detail, to_s3_error
 
 # ckptkit sends checksums explicitly: those that botocore adds by default break stores that do not know them.
 SETTINGS = {
@@ -35,7 +35,7 @@ class S3Store(FileSystem):
     def to_ckpt_error(self, error: Exception, path: Path) -> CkptError:
         return to_s3_error(fetch_error_detail(self._files, self._base, error), path)
 
-    def read_stored_sum(self, key: str) -> StoredSum:
+    def read_stored_checksums(self, key: str) -> StoredSum:
         """Return the store's CRC-32 of an object: of the full object, or of each part.
 
         https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html
@@ -53,10 +53,10 @@ class S3Store(FileSystem):
         )
         size, crc = int(response["ContentLength"]), find_crc32_in(response)
         if crc is None and "CRC32 of parts" in kinds:
-            return StoredSum(size, self._list_part_sums(key), kinds)
+            return StoredSum(size, self._list_part_checksums(key), kinds)
         return StoredSum(size, () if crc is None else ((crc, size),), kinds)
 
-    def _list_part_sums(self, key: str) -> tuple[tuple[int, int], ...]:
+    def _list_part_checksums(self, key: str) -> tuple[tuple[int, int], ...]:
         """Return the CRC-32 and the size of each part of an object; () if the store lacks any of them."""
         sums: list[tuple[int, int]] = []
         while True:
@@ -76,7 +76,7 @@ class S3Store(FileSystem):
             if not page.get("IsTruncated"):
                 return tuple(sums)
 
-    def _is_absent(self, error: FileNotFoundError) -> bool:
+    def _means_missing_file(self, error: FileNotFoundError) -> bool:
         return error_code_of(error) != "NoSuchBucket"
 
 
@@ -139,7 +139,7 @@ class S3Bucket:
             raise self._store.to_ckpt_error(error, self.root / key) from error
         return content
 
-    def find_content(self, key: str) -> bytes | None:
+    def find_object_content(self, key: str) -> bytes | None:
         with Tolerating(ABSENT):
             return self.read_object(key)
         return None
@@ -213,16 +213,16 @@ async def read_body(body: Any) -> bytes:
         return content
 
 
-def fetch_error_detail(files: Any, bucket: str, error: Exception) -> Exception:
+def fetch_error_detail(file_system: Any, bucket: str, error: Exception) -> Exception:
     """Return the error of s3fs, or a more specific one if it came from a HEAD request, which gives no reason.
 
     Sends a request that does return a reason.
     """
-    if has_no_reason(error):
+    if lacks_error_detail(error):
         try:
-            files.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
+            file_system.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
         except Exception as other:  # noqa: BLE001 - as many kinds as the first
-            return error if has_no_reason(other) else other
+            return error if lacks_error_detail(other) else other
     return error
 
 
@@ -232,10 +232,10 @@ def find_crc32_in(response: Mapping[str, Any]) -> int | None:
     return None if text is None or is_checksum_of_parts(response, text) else int.from_bytes(b64decode(text))
 
 
-def is_checksum_of_parts(response: Mapping[str, Any], text: str) -> bool:
+def is_checksum_of_parts(response: Mapping[str, Any], checksum: str) -> bool:
     """Return whether an object's checksum is a checksum of the checksums of its parts.
 
     Some stores neither return its type nor append the number of parts to it: then the ETag shows that there are parts.
     """
     kind = response.get("ChecksumType")
-    return kind == "COMPOSITE" or "-" in text or (kind is None and "-" in response.get("ETag", ""))
+    return kind == "COMPOSITE" or "-" in checksum or (kind is None and "-" in response.get("ETag", ""))

@@ -71,7 +71,7 @@ class S3Destination(StoreOutput):
         begun = self._read_claim()
         if begun is not None and begun.plan != self.plan:
             if not overwrite:
-                raise self._place.claimed_error(begun)
+                raise self._upload_target.claimed_error(begun)
             self._uploads = dict(begun.uploads or {})
             self.abort_and_delete_claim()
         self.resumed = begun is not None and begun.plan == self.plan
@@ -84,13 +84,13 @@ class S3Destination(StoreOutput):
         for _ in range(_PATIENCE):
             begun = self._read_claim()
             if begun is None or begun.plan != self.plan:
-                raise self._place.no_claim_error()
+                raise self._upload_target.no_claim_error()
             if begun.uploads is not None:
                 self._resume_from_claim(begun)
                 return
             time.sleep(1)
         hint = "delete this object, then start all processes again"
-        raise Occupied("no process began the upload that is claimed", path=self._place.claim_path, hint=hint)
+        raise Occupied("no process began the upload that is claimed", path=self._upload_target.claim_path, hint=hint)
 
     def stop(self, error: BaseException) -> None:
         """Do nothing: no part waits for another, and the store keeps all of them."""
@@ -110,7 +110,7 @@ class S3Destination(StoreOutput):
             self._add_to_counts(kept=len(data))
             return
         more = {"UploadId": self._uploads[piece.name], "PartNumber": piece.number}
-        response = self._call("upload_part", piece.name, Body=data, **more, **self._sum_arguments(crc))
+        response = self._call("upload_part", piece.name, Body=data, **more, **self._body_checksum_arguments(crc))
         parts[piece.number] = SentPart(response["ETag"], len(data), crc)
         self._add_to_counts(sent=len(data))
 
@@ -150,11 +150,13 @@ class S3Destination(StoreOutput):
         if is_mark:
             begun = self._read_claim()
             if begun is None or begun.plan != self.plan:
-                raise self._place.lost_claim_error()
+                raise self._upload_target.lost_claim_error()
         condition = _ONLY_NEW if is_mark or (self.has_conditions and name not in self._there) else {}
         try:
             retry_on_conflict(
-                lambda: self._call("put_object", name, Body=content, **self._sum_arguments(crc32), **condition)
+                lambda: self._call(
+                    "put_object", name, Body=content, **self._body_checksum_arguments(crc32), **condition
+                )
             )
             self._add_to_counts(sent=len(content))
         except IOFailure as error:
@@ -173,19 +175,19 @@ class S3Destination(StoreOutput):
         return [f"this store does not {what}" for what in can_not]
 
     def put_note(self, name: str, content: bytes) -> None:
-        key = f"{self._place.notes_prefix}{name}"
-        self._bucket.call_operation("put_object", key, Body=content, **self._sum_arguments(crc32(content)))
+        key = f"{self._upload_target.notes_prefix}{name}"
+        self._bucket.call_operation("put_object", key, Body=content, **self._body_checksum_arguments(crc32(content)))
 
     def read_notes(self) -> dict[str, bytes]:
-        base = self._place.notes_prefix
+        base = self._upload_target.notes_prefix
         return {key.removeprefix(base): self._bucket.read_object(key) for key in self._bucket.list_objects(base)}
 
     def commit(self) -> None:
         """Delete the notes and the claim: the upload is complete."""
         # abort uploads of our files that no claim names: the response with their ids was lost
-        keys = {self._place.object_key(name) for name, size in self.sizes.items() if is_sent_in_pieces(size)}
+        keys = {self._upload_target.object_key(name) for name, size in self.sizes.items() if is_sent_in_pieces(size)}
         try:
-            uploads = self._bucket.list_uploads(self._place.object_key("")) if keys else []
+            uploads = self._bucket.list_uploads(self._upload_target.object_key("")) if keys else []
         except IOFailure as error:
             if error_code_of(error) not in _NO_LISTS:
                 raise
@@ -193,7 +195,7 @@ class S3Destination(StoreOutput):
         for upload in uploads:
             if upload.key in keys:
                 self._bucket.abort_upload(upload.key, upload.upload)
-        for key in (*self._bucket.list_objects(self._place.notes_prefix), self._place.claim_key):
+        for key in (*self._bucket.list_objects(self._upload_target.notes_prefix), self._upload_target.claim_key):
             self._bucket.call_operation("delete_object", key)
 
     def abort_and_delete_claim(self) -> None:
@@ -202,7 +204,7 @@ class S3Destination(StoreOutput):
 
     def _abort_uploads(self) -> None:
         for name, upload in self._uploads.items():
-            self._bucket.abort_upload(self._place.object_key(name), upload)
+            self._bucket.abort_upload(self._upload_target.object_key(name), upload)
         self._uploads = {}
 
     def _add_to_counts(self, *, sent: int = 0, kept: int = 0) -> None:
@@ -221,9 +223,9 @@ class S3Destination(StoreOutput):
         with Tolerating(TAKEN):
             self._put_claim(None, _ONLY_NEW)
             self.has_conditions = False
-        asked = self._bucket.call_operation("head_object", self._place.claim_key, ChecksumMode="ENABLED")
+        asked = self._bucket.call_operation("head_object", self._upload_target.claim_key, ChecksumMode="ENABLED")
         # some stores merely return every header that they received
-        unasked = self._bucket.call_operation("head_object", self._place.claim_key)
+        unasked = self._bucket.call_operation("head_object", self._upload_target.claim_key)
         self._tag = str(unasked["ETag"])
         self.has_checksums = self.has_checksums and find_crc32_in(asked) is not None and find_crc32_in(unasked) is None
         # delete the marks first, so that no reader sees a checkpoint with missing files
@@ -234,7 +236,7 @@ class S3Destination(StoreOutput):
             map_in_parallel(
                 self._start_large_upload, [name for name, size in self.sizes.items() if is_sent_in_pieces(size)]
             )
-            is_ours = self._record_uploads()
+            is_ours = self._write_upload_ids()
         except BaseException:
             with suppress(IOFailure):
                 self._abort_uploads()  # the claim does not list them yet, so nobody else could abort them
@@ -243,7 +245,7 @@ class S3Destination(StoreOutput):
             self._abort_uploads()
             self.join_upload()
 
-    def _record_uploads(self) -> bool:
+    def _write_upload_ids(self) -> bool:
         """Write the ids of our uploads into the claim. Returns False if another process was faster.
 
         The other process has the same plan.
@@ -271,7 +273,7 @@ class S3Destination(StoreOutput):
             try:
                 self._parts[name] = {
                     int(part["PartNumber"]): SentPart(part["ETag"], int(part["Size"]), find_crc32_in(part))
-                    for part in self._bucket.list_parts(self._place.object_key(name), upload)
+                    for part in self._bucket.list_parts(self._upload_target.object_key(name), upload)
                 }
             except IOFailure as error:
                 if error_code_of(error) not in ABSENT:
@@ -311,8 +313,8 @@ class S3Destination(StoreOutput):
             raise Occupied(message, path=self.path / name, hint=hint)
 
     def _read_claim(self) -> StoreClaim | None:
-        content = self._bucket.find_content(self._place.claim_key)
-        return None if content is None else self._place.parse_claim(content)
+        content = self._bucket.find_object_content(self._upload_target.claim_key)
+        return None if content is None else self._upload_target.parse_claim(content)
 
     def _create_claim(self) -> None:
         try:
@@ -322,7 +324,7 @@ class S3Destination(StoreOutput):
                 claim = self._read_claim()
                 if claim is not None and claim.plan == self.plan:
                     return  # our own claim: the response was lost, and the library retried
-                raise self._place.taken_meanwhile_error() from error
+                raise self._upload_target.taken_meanwhile_error() from error
             if error_code_of(error) not in _NO_CHECKSUMS:
                 raise
             self.has_checksums = False
@@ -331,25 +333,27 @@ class S3Destination(StoreOutput):
     def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
         known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
         data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
-        key, compared = self._place.claim_key, self._sum_arguments(crc32(data))
+        key, compared = self._upload_target.claim_key, self._body_checksum_arguments(crc32(data))
         response = self._bucket.call_operation("put_object", key, Body=data, **compared, **condition)
         self._tag = str(response["ETag"])
 
     def _existing_file_sizes(self) -> dict[str, int]:
         """Return the size of each existing file, by name, without the claim and notes."""
-        base = self._place.object_key("")
+        base = self._upload_target.object_key("")
         sizes_by_key = {key: stored.nbytes for key, stored in self._bucket.list_objects(base).items()}
         if self.is_file:
             (name,) = self.sizes
             return {name: sizes_by_key[base]} if base in sizes_by_key else {}
         return {
-            key.removeprefix(base): size for key, size in sizes_by_key.items() if not self._place.is_claim_or_note(key)
+            key.removeprefix(base): size
+            for key, size in sizes_by_key.items()
+            if not self._upload_target.is_claim_or_note(key)
         }
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
-        return self._bucket.call_operation(operation, self._place.object_key(name), **arguments)
+        return self._bucket.call_operation(operation, self._upload_target.object_key(name), **arguments)
 
-    def _sum_arguments(self, crc: int) -> dict[str, str]:
+    def _body_checksum_arguments(self, crc: int) -> dict[str, str]:
         """Return the arguments that make the store compare a body with its CRC-32."""
         checksum = self._checksum_argument(crc)
         return {"ChecksumAlgorithm": "CRC32", **checksum} if checksum else {}

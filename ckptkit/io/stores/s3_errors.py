@@ -115,7 +115,7 @@ class Tolerating(AbstractContextManager[None, bool]):
         return isinstance(error, IOFailure) and error_code_of(error) in self._codes
 
 
-def has_no_reason(error: BaseException) -> bool:
+def lacks_error_detail(error: BaseException) -> bool:
     """Return whether a store refused without a message, as stores do for every HEAD request."""
     return error_code_of(error) in _CODES_WITHOUT_REASON
 

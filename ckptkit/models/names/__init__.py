@@ -68,7 +68,7 @@ def find_family_of(
     shapes: Mapping[str, Shape],
     trainer: str | None = None,
     model_type: str = "",
-    lies_beside: Callable[[str], bool] = lambda _: False,
+    has_file_beside: Callable[[str], bool] = lambda _: False,
 ) -> Family | None:
     """Return the family that tensor names belong to; None for the Hub's names and unknown names.
 
@@ -78,7 +78,7 @@ def find_family_of(
     matching = families_with(shapes)
     fitting = (
         *(family for family in matching if trainer and family.trainer == trainer),
-        *(family for family in matching if family.sizes_file and lies_beside(family.sizes_file)),
+        *(family for family in matching if family.sizes_file and has_file_beside(family.sizes_file)),
         *(family for family in matching if model_type in family.types),
         *matching,
     )

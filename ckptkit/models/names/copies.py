@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
-from ckptkit.layout.wrappers import DDP, without_inner_prefixes
+from ckptkit.layout.wrappers import DDP, without_prefixes_except_ddp
 from ckptkit.models.names.parameters import ELEMENTWISE, OPTAX
 
 # words in the name of a module with an average, or at the start of a parameter's name
@@ -122,4 +122,4 @@ def is_optimizer_state_path(above: Sequence[str]) -> bool:
 
 def key_components(key: KeyPath) -> list[str]:
     """Return the steps of a key path, split at dots and without the prefixes of wrappers."""
-    return without_inner_prefixes(".".join(map(str, key))).split(".")
+    return without_prefixes_except_ddp(".".join(map(str, key))).split(".")

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.errors import Usage, choose_from, translate_os_errors
+from ckptkit.errors import Usage, hint_on_choices, translate_os_errors
 from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout.renames import numbers_in
 from ckptkit.models.names.family import Family
@@ -67,7 +67,7 @@ def read_family_file(path: Path) -> Family:
 
 def parse_family(parsed: Mapping[str, Any], name: str, text: str) -> Family:
     """Return the family that a parsed file describes. `name` is its default name."""
-    require_keys(parsed, ("name", "drop", "rule"), "the file")
+    refuse_unknown_keys(parsed, ("name", "drop", "rule"), "the file")
     name = parsed.get("name", name)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise Usage(f"`name`: expected a plain name, found {name!r}", hint="use letters, digits, `-` and `_` in a name")
@@ -90,7 +90,7 @@ def parse_family(parsed: Mapping[str, Any], name: str, text: str) -> Family:
 def parse_rule_entry(entry: object) -> Rule:
     if not isinstance(entry, dict):
         raise Usage("a rule must be a table", hint="begin the rule with [[rule]]")
-    require_keys(entry, _KEYS, "a rule")
+    refuse_unknown_keys(entry, _KEYS, "a rule")
     own, hub = parse_names(entry, "own"), parse_names(entry, "hub")
     flat = entry.get("flat", "")
     if flat and flat not in SYMBOLS:
@@ -126,7 +126,7 @@ def check_placeholders(key: str, texts: tuple[str, ...]) -> None:
         raise Usage(f"the names in `{key}` must have the same numbers, each once")
 
 
-def with_family_behind(table: Family, family: Family | None) -> Family:
+def with_fallback_family(table: Family, family: Family | None) -> Family:
     """Return the user's table, extended by a family's rules for names that the table does not have."""
     if family is None or type(family) is not Family:  # subclasses translate without rules
         return table
@@ -148,7 +148,7 @@ def parse_step(value: object) -> TensorStep:
     if name not in _STEPS:
         raise Usage(f"`step`: unknown step `{name}`", hint=f"use one of {', '.join(_STEPS)}")
     more = {key: one for key, one in table.items() if key != name}
-    require_keys(more, _MORE_KEYS.get(name, ()), f"`step`: {name}")
+    refuse_unknown_keys(more, _MORE_KEYS.get(name, ()), f"`step`: {name}")
     if name in _PLAIN:
         if argument not in (None, True):
             raise Usage(f"`step`: {name}: expected no argument, found {argument!r}", hint=f'write "{name}"')
@@ -204,11 +204,11 @@ _MORE_KEYS = {"joined": ("axis", "parts"), "alternating": ("axis",)}
 _STEPS = (*_PLAIN, *_BY_SIZE, *_WITH_ARGUMENT)
 
 
-def require_keys(table: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+def refuse_unknown_keys(table: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
     """Raise `Usage` for an unknown key."""
     unknown = next((key for key in table if key not in known), None)
     if unknown is not None:
-        hint = choose_from(known) if known else "remove the key"
+        hint = hint_on_choices(known) if known else "remove the key"
         raise Usage(f"{what} does not have a key `{unknown}`", hint=hint)
 
 

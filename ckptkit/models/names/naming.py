@@ -23,10 +23,10 @@ from ckptkit.models.computation import describe_differences, find_contradictions
 from ckptkit.models.expected import AskBase, Form, closest_form_or_error
 from ckptkit.models.names import KEEP, find_family_of, get_family
 from ckptkit.models.names.between_families import choose_family, make_translation
-from ckptkit.models.names.custom import with_family_behind
+from ckptkit.models.names.custom import with_fallback_family
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.models.names.training import translate_training
+from ckptkit.models.names.training import translate_checkpoint
 from ckptkit.models.names.translate import Translated, Turn
 from ckptkit.models.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
 from ckptkit.models.vocabulary import NewVocabulary, check_vocabulary_rows, with_vocabulary_size
@@ -84,11 +84,11 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
         layout = apply_arithmetic(layout, {name: one for name, one in arithmetic.items() if one is not None})
     vocabulary = asked.find_new_vocabulary()
     try:
-        named_tensors = turn_with_resized_rows(change, vocabulary)(layout.tensors)
+        named_tensors = translation_with_resized_rows(change, vocabulary)(layout.tensors)
     except CkptError as error:
         raise error.blame(path=layout.path) from None
     if change is not None and change.there is None and asked.config is not None:
-        check_complete(named_tensors.tensors, Sizes(asked.config), layout.root)
+        require_layers_and_experts(named_tensors.tensors, Sizes(asked.config), layout.root)
     came_from = {
         new: JOINED.join(dict.fromkeys(weights.came_from[old] for old in olds))
         for new, olds in named_tensors.came_from.items()
@@ -101,7 +101,7 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
     return replace(weights, layout=named, came_from=came_from, left_out=left_out), notes
 
 
-def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
+def name_checkpoint(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
     """Return a checkpoint with a family's parameter names, and notes. Raises as `name_weights` does."""
     if asked.names == KEEP and asked.rows is None:
         return layout, []  # the checkpoint may have no model, which `find_weights` refuses
@@ -117,8 +117,8 @@ def name_training(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]
     layout = locate_all_chunks(layout)
     try:
         vocabulary = asked.find_new_vocabulary()
-        turn = turn_with_resized_rows(change, vocabulary)
-        named, translated = translate_training(layout, find_weights(layout), find_model_key(layout), turn)
+        turn = translation_with_resized_rows(change, vocabulary)
+        named, translated = translate_checkpoint(layout, find_weights(layout), find_model_key(layout), turn)
     except CkptError as error:
         raise error.blame(path=layout.path) from None
     notes = notes_on_translation(weights.layout, change, translated, asked.config, vocabulary)
@@ -160,7 +160,7 @@ def find_family_change(found: Weights, asked: AskedNames) -> FamilyChange | None
         target: Family | None = table
     else:
         target = get_family(asked.names)
-        current = current if table is None else with_family_behind(table, current)
+        current = current if table is None else with_fallback_family(table, current)
     if current is target:
         return None
     if config is None and current is not None:
@@ -203,7 +203,7 @@ def warn_of_contradictions(checkpoint: Layout, change: FamilyChange | None, aske
     return [Caution(f"{text}: {describe_differences(differences, 'config.json')}")] if differences else []
 
 
-def turn_with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
+def translation_with_resized_rows(change: FamilyChange | None, vocabulary: NewVocabulary | None) -> Turn:
     """Return the function that translates names and resizes the tensors that follow the vocabulary."""
     turn = Translated.of if change is None else change.turn
     if vocabulary is None:
@@ -233,7 +233,7 @@ def notes_on_translation(
             what = f"dropped the last {-more}" if more < 0 else f"added {more} rows of zeros"
             notes.append(f"the vocabulary has {rows} rows instead of {old_rows}: {what}")
         else:
-            notes += cropped_tensors(before, translated, uses)
+            notes += notes_on_cropped_tensors(before, translated, uses)
             if config is not None:
                 check_vocabulary_rows(translated.tensors, config)
     except CkptError as error:
@@ -248,7 +248,7 @@ def notes_on_translation(
     return notes
 
 
-def cropped_tensors(before: Layout, translated: Translated, uses: Mapping[str, int]) -> Iterator[str]:
+def notes_on_cropped_tensors(before: Layout, translated: Translated, uses: Mapping[str, int]) -> Iterator[str]:
     """Yield a note on each tensor that lost rows; `uses` counts the new tensors that each old one is part of."""
     for new, olds in translated.came_from.items():
         now = translated.tensors[new].spec
@@ -258,7 +258,7 @@ def cropped_tensors(before: Layout, translated: Translated, uses: Mapping[str, i
             yield f"dropped {dropped}, which pad the vocabulary"
 
 
-def check_complete(names: Collection[str], sizes: Sizes, path: Path) -> None:
+def require_layers_and_experts(names: Collection[str], sizes: Sizes, path: Path) -> None:
     """Raise `Mismatch` for a missing layer or expert, or for more of them than the config declares."""
     layers: dict[int, set[str]] = {}
     experts: dict[tuple[str, str], set[int]] = {}
@@ -295,15 +295,15 @@ def integer_or_zero(sizes: Sizes, key: str) -> int:
     return number if type(number) is int else 0
 
 
-def check_layer_numbers(present: Iterable[int], wanted: int, extra: int, name: str, path: Path) -> None:
-    """Raise `Mismatch` unless the numbers are 0 to `wanted` - 1, optionally followed by up to `extra` others."""
+def check_layer_numbers(present: Iterable[int], layer_count: int, extra: int, name: str, path: Path) -> None:
+    """Raise `Mismatch` unless the numbers are 0 to `layer_count` - 1, optionally followed by up to `extra` others."""
     numbers = set(present)
-    missing = next((number for number in range(wanted) if number not in numbers), None)
+    missing = next((number for number in range(layer_count) if number not in numbers), None)
     if missing is not None:
-        message = f"missing: expected numbers 0 to {wanted - 1} (config.json), found {len(numbers)} of them"
+        message = f"missing: expected numbers 0 to {layer_count - 1} (config.json), found {len(numbers)} of them"
         raise Mismatch(message, path=path, tensor=name.format(missing))
-    if max(numbers) >= wanted + extra:
-        message = f"expected numbers 0 to {wanted - 1} (config.json), found this one too"
+    if max(numbers) >= layer_count + extra:
+        message = f"expected numbers 0 to {layer_count - 1} (config.json), found this one too"
         raise Mismatch(message, path=path, tensor=name.format(max(numbers)), hint=_HINT)
 
 

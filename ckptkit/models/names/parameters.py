@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, KeyPath, Layout, edits
-from ckptkit.layout.wrappers import PARAM_NAMES, model_name_of
+from ckptkit.layout.wrappers import PARAM_NAMES, parameter_name_in_model
 
 NewName = Callable[[str], str]
 FLATTENED = ("state.", "param_groups.")
@@ -84,7 +84,7 @@ def find_state_index(key: KeyPath, own: Container[str]) -> int | None:
 
 
 def is_own_parameter(component: object, own: Container[str]) -> bool:
-    return isinstance(component, str) and model_name_of(component, own) in own
+    return isinstance(component, str) and parameter_name_in_model(component, own) in own
 
 
 def split_flattened_key(component: str, own: Container[str] = ()) -> tuple[str, str, str]:
@@ -139,7 +139,7 @@ def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
     others = [
         above
         for above, names in trained.items()
-        if not {model_name_of(name, own_names) for name in names} <= own_names
+        if not {parameter_name_in_model(name, own_names) for name in names} <= own_names
         and any(names <= model for model in beside.values())
     ]
     return {name for above in others for name in entries[above]}
@@ -155,7 +155,7 @@ def rename_in_group_lists(
     """
 
     def from_recorded(name: str) -> str:
-        known = model_name_of(name, own)
+        known = parameter_name_in_model(name, own)
         new = new_name(known)
         return new if known in own and new != known else new_name(name)
 

@@ -96,7 +96,7 @@ class Grouped:
 
     def to_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         (fused,) = tensors
-        groups, per_group, width = attention_head_sizes(sizes)
+        groups, per_group, width = grouped_query_head_sizes(sizes)
         rows = fused.spec.shape[0]
         if rows != groups * (per_group + 2) * width:
             of = f"{count(groups, 'group')} of {per_group} + 2 heads of {width}"
@@ -106,7 +106,7 @@ class Grouped:
         return tuple(axes.merge_axes(axes.cut_axis(apart, 1, start, stop), 0, 3) for start, stop in ends)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
-        groups, per_group, width = attention_head_sizes(sizes)
+        groups, per_group, width = grouped_query_head_sizes(sizes)
         apart = [
             axes.split_axis(tensor, 0, (groups, heads, width))
             for tensor, heads in zip(tensors, (per_group, 1, 1), strict=True)
@@ -114,7 +114,7 @@ class Grouped:
         return (axes.merge_axes(axes.concatenate(apart, 1), 0, 3),)
 
 
-def attention_head_sizes(sizes: Sizes) -> tuple[int, int, int]:
+def grouped_query_head_sizes(sizes: Sizes) -> tuple[int, int, int]:
     """Return the number of key heads, the number of query heads for each, and the head width."""
     heads, groups = sizes["heads"], sizes["key_heads"]
     if heads % groups:

@@ -19,7 +19,7 @@ from ckptkit.formats.archives.values import load_value, with_new_value
 from ckptkit.layout import Blob, KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import full_box
 from ckptkit.layout.edits import require_nestable_key_paths
-from ckptkit.layout.wrappers import model_name_of
+from ckptkit.layout.wrappers import parameter_name_in_model
 from ckptkit.models.names.parameters import (
     BY_PARAMETER,
     ELEMENTWISE,
@@ -44,7 +44,7 @@ class ParameterEntries:
     blobs: dict[str, Blob] = field(default_factory=dict)
 
 
-def translate_training(
+def translate_checkpoint(
     layout: Layout, model_tensors: Weights, prefix: KeyPath, turn: Turn
 ) -> tuple[Layout, Translated]:
     """Return a located checkpoint with its parameters translated by `turn`, and the translated weights.
@@ -127,7 +127,7 @@ def find_parameter_entry(key: KeyPath, own: set[str]) -> tuple[EntryPlace, str] 
 def find_entry_of_own_parameter(
     place: EntryPlace, parameter: str, own_names: set[str]
 ) -> tuple[EntryPlace, str] | None:
-    name = model_name_of(parameter, own_names)
+    name = parameter_name_in_model(parameter, own_names)
     return (place, name) if name in own_names else None
 
 
@@ -234,7 +234,7 @@ def rename_group_list(layout: Layout, name: str, blob: Blob, origins: Origins, w
         message = "expected parameter names in the optimizer, found indices"
         raise Unsupported(message, path=layout.path, tensor=name)
     own = set(weights.values())
-    listed = {one: model_name_of(one, own) for one in value}
+    listed = {one: parameter_name_in_model(one, own) for one in value}
     known = own.intersection(listed.values())
     new_names: dict[str, list[str]] = {}
     for new, olds in origins.items():

@@ -17,7 +17,7 @@ from shlex import quote
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout import OWN, KeyPath, Layout
 from ckptkit.layout.edits import rename_tensors
-from ckptkit.layout.wrappers import find_average_kind, without_ddp, without_inner_prefixes
+from ckptkit.layout.wrappers import find_average_kind, without_common_ddp_prefix, without_prefixes_except_ddp
 from ckptkit.models.names.copies import find_copies_in
 from ckptkit.words import count
 
@@ -93,10 +93,12 @@ def find_weights(layout: Layout) -> Weights:
         check_ranks_agree(layout, prefix, training)
     below = {name: key[len(prefix) :] for name, key in keys_below(layout, prefix)}
     names = {
-        name: without_inner_prefixes(".".join(map(str, key))) for name, key in below.items() if key[0] not in training
+        name: without_prefixes_except_ddp(".".join(map(str, key)))
+        for name, key in below.items()
+        if key[0] not in training
     }
     averaged = names_without_average(layout, prefix, names)
-    counters, names = names.keys() - averaged.keys(), without_ddp(averaged)
+    counters, names = names.keys() - averaged.keys(), without_common_ddp_prefix(averaged)
     weights = rename_tensors(layout, names)
     others = [name for name in layout.names if name not in names]
     left_out = reasons_not_in_model(layout, prefix, training_at, others)

@@ -43,7 +43,7 @@ class AutoLayer:
         return tuple(f"{self.prefix}.{name}" for name in _FUSED)
 
 
-def read_auto_layers_by_tensor(saved: Mapping[str | int, Any]) -> dict[str, AutoLayer]:
+def autoep_layers_by_tensor(saved: Mapping[str | int, Any]) -> dict[str, AutoLayer]:
     """Return the AutoEP layers in a model-states file, keyed by tensor name; {} for a model without AutoEP.
 
     Raises `Unsupported` for experts saved with ZeRO 3, and for experts that are not placed in order.
@@ -75,12 +75,12 @@ def read_auto_layers_by_tensor(saved: Mapping[str | int, Any]) -> dict[str, Auto
 
 def stack_experts(
     root: Path,
-    files: Mapping[tuple[int, int], str],
+    file_by_layer_and_expert: Mapping[tuple[int, int], str],
     layers: Mapping[str, AutoLayer],
     read_file: Callable[[tuple[int, int], str], StateFile],
     report: Report,
 ) -> dict[str, StoredTensor]:
-    """Return the full tensors of all experts by name; `files` maps (layer index, expert index) to a file name.
+    """Return the full tensors of all experts by name; `file_by_layer_and_expert` has file names.
 
     Reports the files that cannot be read; their slices get unreadable chunks.
     """
@@ -102,12 +102,12 @@ def stack_experts(
             raise Corrupt(message, tensor=str(next(iter(saved))), hint=_HINT)
         return slices
 
-    read = read_each_file(root, files, read_slices, report)
+    read = read_each_file(root, file_by_layer_and_expert, read_slices, report)
     specs = {name: tensor.spec for slices in reversed(read.values()) for name, tensor in slices.items()}
     if specs.keys() < layers.keys():
         raise Incomplete("the files of all experts of a layer are missing or unreadable", path=root, hint=ELSEWHERE)
     tensors: dict[str, list[StoredTensor]] = {name: [] for name in layers}
-    for key, file in files.items():
+    for key, file in file_by_layer_and_expert.items():
         for name in in_order[key[0]].names:
             spec = specs[name]
             lost = StoredTensor(spec, (Chunk.unreadable(full_box(spec.shape), file, spec.dtype),))

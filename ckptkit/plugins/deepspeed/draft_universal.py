@@ -15,7 +15,7 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.io.origin import Origin
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.wrappers import model_name_of
+from ckptkit.layout.wrappers import parameter_name_in_model
 from ckptkit.models.names.parameters import (
     GROUP_MAP,
     is_list_of_names,
@@ -109,7 +109,7 @@ def name_in_model(name: str, weights: Weights, layout: Layout) -> str:
     if name.isdecimal():
         message = f"expected an optimizer that lists its parameters by name, found numbers such as {name}"
         raise Unsupported(message, path=layout.path)
-    return model_name_of(name, weights.came_from)
+    return parameter_name_in_model(name, weights.came_from)
 
 
 def with_weight_names(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:

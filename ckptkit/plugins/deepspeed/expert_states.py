@@ -19,9 +19,9 @@ from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate
 from ckptkit.layout.box import Shape, full_box
-from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_ranks, find_name_around_number
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_rank_count, split_at_expert_index
 from ckptkit.plugins.deepspeed.model_states import ModelStates
-from ckptkit.plugins.deepspeed.modules import put_stored_copy, put_unpickled_copy
+from ckptkit.plugins.deepspeed.modules import put_low_precision_copy, put_low_precision_value
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, report_missing_ranks
 from ckptkit.plugins.deepspeed.unpartitioned import (
     MODEL,
@@ -46,7 +46,7 @@ def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str
     """Put the tensors of the expert files: as the low-precision copy of a master weight, or as an untrained tensor."""
     for fused, tensor in experts.fused.items():
         if fused in masters:
-            put_stored_copy(gathering, fused, tensor, masters[fused])
+            put_low_precision_copy(gathering, fused, tensor, masters[fused])
         else:
             gathering.put_entry((MODEL, fused), tensor)
     for file in experts.files:
@@ -56,7 +56,7 @@ def put_experts(gathering: Gathering, experts: ExpertFiles, masters: Mapping[str
                 if file.name in experts.lost:
                     put_lost(gathering, flattening.make_stored_tensor(value), str(name), masters)
                 elif str(name) in masters:
-                    put_unpickled_copy(gathering, flattening, str(name), value, masters[str(name)])
+                    put_low_precision_value(gathering, flattening, str(name), value, masters[str(name)])
                 else:
                     gathering.put_flattened(flattening, value, (MODEL, str(name)))
 
@@ -66,7 +66,7 @@ def put_lost(gathering: Gathering, like: StoredTensor, name: str, masters: Mappi
     (chunk,) = like.chunks
     lost = StoredTensor(like.spec, (Chunk.unreadable(full_box(like.spec.shape), chunk.path, like.spec.dtype),))
     if name in masters:
-        put_stored_copy(gathering, name, lost, masters[name])
+        put_low_precision_copy(gathering, name, lost, masters[name])
     else:
         gathering.put_entry((MODEL, name), lost)
 
@@ -79,7 +79,7 @@ def put_unpartitioned_experts(
     The optimizers become one optimizer by name if the parameter order is certain. Otherwise the optimizer of each rank
     stays under its own key, with parameter indices.
     """
-    by_rank = read_optimizers(root, files, report)
+    by_rank = read_expert_optimizers(root, files, report)
     if not files.expert_optimizers and model.optimizer is not None:
         path = root / "expp_rank_0_mp_rank_00_optim_states.pt"
         report(Incomplete("the file with the optimizer state of one rank's experts is missing", path=path))
@@ -92,7 +92,9 @@ def put_unpartitioned_experts(
         own_shapes = expert_shapes_by_rank(experts, model, len(optimizers))
         names = [
             # in order: `split_params_into_different_moe_groups_for_optimizer` in moe/utils.py splits one ordered list
-            find_names_in_order(optimizer, indices_if_ordered(optimizer), {**shared, **expert_shapes}, is_in_order=True)
+            find_names_in_order(
+                optimizer, indices_if_experts_last(optimizer), {**shared, **expert_shapes}, is_in_order=True
+            )
             for optimizer, expert_shapes in zip(optimizers, own_shapes, strict=True)
         ]
     masters: dict[str, StoredTensor] = {}
@@ -125,18 +127,18 @@ def put_joined_optimizers(
     gathering: Gathering,
     optimizers: Sequence[IndexedOptimizer],
     names: Sequence[list[str]],
-    shared: int,
+    shared_count: int,
     experts: ExpertFiles,
     *,
     has_masters: bool,
 ) -> None:
-    """Put the optimizers of several ranks as one; the first `shared` parameters are the same on all ranks."""
+    """Put the optimizers of several ranks as one; the first `shared_count` parameters are the same on all ranks."""
     by_number = [dict(enumerate(names_of_rank)) for names_of_rank in names]
-    put_states(gathering, optimizers[0], by_number[0], range(shared))
+    put_states(gathering, optimizers[0], by_number[0], range(shared_count))
     rank_states: list[FlatState] = []
     for optimizer, names_of_rank in zip(optimizers, by_number, strict=True):
         rank_gathering = Gathering()
-        put_states(rank_gathering, optimizer, names_of_rank, range(shared, len(names_of_rank)))
+        put_states(rank_gathering, optimizer, names_of_rank, range(shared_count, len(names_of_rank)))
         rank_states.append(rank_gathering.flat)
     if experts.fused:  # the states of AutoEP's tensors are one: tensors concatenated, scalars from rank 0
         first = rank_states[0]
@@ -157,7 +159,9 @@ def put_joined_optimizers(
     put_groups(gathering, optimizers[0], list(map(list, params)), has_masters=has_masters)
 
 
-def read_optimizers(root: Path, files: DeepSpeedFiles, report: Report = raise_problem) -> dict[int, IndexedOptimizer]:
+def read_expert_optimizers(
+    root: Path, files: DeepSpeedFiles, report: Report = raise_problem
+) -> dict[int, IndexedOptimizer]:
     """Return the optimizers of the expert-parallel ranks.
 
     Reports the files that are missing or cannot be read, and those of another save.
@@ -188,10 +192,10 @@ def read_optimizers(root: Path, files: DeepSpeedFiles, report: Report = raise_pr
 
 def expert_rank_counts(optimizer: IndexedOptimizer) -> set[int]:
     """Return among how many ranks the layers split their experts: usually one number."""
-    return {expert_ranks(group) for group in optimizer.groups if group.get("moe")}
+    return {expert_rank_count(group) for group in optimizer.groups if group.get("moe")}
 
 
-def indices_if_ordered(optimizer: IndexedOptimizer) -> list[Any]:
+def indices_if_experts_last(optimizer: IndexedOptimizer) -> list[Any]:
     """Return the parameter indices in order if the first group has no experts and all other groups do; else []."""
     kinds = [bool(group.get("moe")) for group in optimizer.groups]
     is_known = kinds == [False] + [True] * (len(kinds) - 1)
@@ -200,7 +204,7 @@ def indices_if_ordered(optimizer: IndexedOptimizer) -> list[Any]:
 
 def expert_shapes_by_rank(experts: ExpertFiles, model: ModelStates, ranks: int) -> list[dict[str, Shape]]:
     """Return the shapes of the trainable expert tensors of each of `ranks` ranks, in the model's order."""
-    buffers = {find_name_around_number(name) for name in model.buffers} - {None}
+    buffers = {split_at_expert_index(name) for name in model.buffers} - {None}
     slices: dict[str, Shape] = {}
     for fused, tensor in experts.fused.items():
         layer = experts.auto_layers[fused]
@@ -208,6 +212,6 @@ def expert_shapes_by_rank(experts: ExpertFiles, model: ModelStates, ranks: int) 
     by_rank = [dict(slices) for _ in range(ranks)]
     for file in experts.files:
         for name, value in require_dict(file.value, file.name).items():
-            if is_tensor(value) and find_name_around_number(str(name)) not in buffers:
+            if is_tensor(value) and split_at_expert_index(str(name)) not in buffers:
                 by_rank[experts.expert_rank_of(str(name), ranks)][str(name)] = as_tensor_record(value).shape
     return by_rank

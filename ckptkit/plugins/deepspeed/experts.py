@@ -78,7 +78,7 @@ class ExpertFiles:
         return f"{match[1]}{rank * (count // ranks) + int(match[2])}{match[3]}"
 
 
-def find_name_around_number(name: str) -> tuple[str, str] | None:
+def split_at_expert_index(name: str) -> tuple[str, str] | None:
     """Return the prefix and the suffix around the expert index in a name; None if it is not an expert parameter."""
     match = _EXPERT.fullmatch(name)
     return (match[1], match[3]) if match else None
@@ -196,24 +196,24 @@ def expert_name_prefix(root: Path, file: StateFile, expert: int) -> str:
     return prefixes.pop()
 
 
-def partition_groups(
-    number: int, named: Mapping[str, Shape], partitions: Sequence[Partition], experts: ExpertFiles | None
+def partitions_sharing_group(
+    group_index: int, shapes: Mapping[str, Shape], partitions: Sequence[Partition], experts: ExpertFiles | None
 ) -> Iterator[tuple[Sequence[Partition], Mapping[str, Shape]]]:
     """Yield the partitions of the ranks that share a parameter group among themselves, and the shapes by name.
 
     These are all ranks, or for experts once per expert-parallel rank the ranks that have its experts.
     """
-    group = partitions[0].groups[number]
+    group = partitions[0].groups[group_index]
     settings = partitions[0].settings[group.settings]
     if not settings.get("moe"):
-        stray = next(filter(find_name_around_number, named), None)
+        stray = next(filter(split_at_expert_index, shapes), None)
         if stray is not None and experts is not None:
             raise Unsupported("the parameter of an expert is in a group without experts", tensor=stray)
-        yield partitions, named
+        yield partitions, shapes
         return
     if experts is None:
         raise Corrupt("there is a parameter group of experts, but `num_experts` counts no experts")
-    ranks = expert_ranks(settings)
+    ranks = expert_rank_count(settings)
     if ranks * group.ranks != len(partitions):
         files = f"{ranks * group.ranks} ranks ({ranks} with experts x {group.ranks} with states)"
         raise Corrupt(f"expected files of {files}, found {len(partitions)}", hint=_HINT)
@@ -223,10 +223,10 @@ def partition_groups(
     each = len(partitions) // ranks
     for rank in range(ranks):
         own = slice(rank * each, (rank + 1) * each) if experts.is_data_first else slice(rank, None, ranks)
-        yield partitions[own], {experts.name_in_files(name, rank, ranks): shape for name, shape in named.items()}
+        yield partitions[own], {experts.name_in_files(name, rank, ranks): shape for name, shape in shapes.items()}
 
 
-def expert_ranks(settings: Mapping[str | int, Any]) -> int:
+def expert_rank_count(settings: Mapping[str | int, Any]) -> int:
     """Return the number of expert-parallel ranks, which is part of the name of the parameter group."""
     name = require_type(settings.get("name"), str, "name")
     match = _GROUP.fullmatch(name)

@@ -11,22 +11,27 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.archives.state_files import archive_extents_of, check_files, is_torch_save, read_state_file
+from ckptkit.formats.archives.state_files import (
+    archive_extents_of,
+    is_torch_save,
+    read_state_file,
+    report_truncated_files,
+)
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, Layout, StoredTensor
-from ckptkit.plugins.deepspeed.expert_states import put_experts, put_unpartitioned_experts, read_optimizers
+from ckptkit.plugins.deepspeed.expert_states import put_experts, put_unpartitioned_experts, read_expert_optimizers
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
 from ckptkit.plugins.deepspeed.model_states import tensor_parallel_error
-from ckptkit.plugins.deepspeed.modules import put_module, put_modules_in_slices, put_parameter
+from ckptkit.plugins.deepspeed.modules import put_parameter, put_sliced_module_entries, put_untrained_and_copies
 from ckptkit.plugins.deepspeed.names import (
     OFFLOADED,
     DeepSpeedFiles,
-    find_rank_and_part,
     is_deepspeed_file,
     is_useless_alone,
+    parse_part_and_rank,
 )
 from ckptkit.plugins.deepspeed.partitions import PartOfModel, read_model_part
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
@@ -49,12 +54,12 @@ class DeepSpeed(FormatReader):
         return is_deepspeed_file(name)
 
     def rank_of(self, name: str) -> int | None:
-        rank = find_rank_and_part(name)
+        rank = parse_part_and_rank(name)
         return rank[1] if rank else None
 
     def ranks_in(self, names: Iterable[str]) -> set[Hashable]:
         """Return the (part, data-parallel rank) pairs that have files; each pipeline stage has its own ranks."""
-        return set(filter(None, map(find_rank_and_part, names)))
+        return set(filter(None, map(parse_part_and_rank, names)))
 
     def is_bound_to_world_size(self, path: Path) -> bool:
         """Return True if there are optimizer partitions: a rank can only read its own partition."""
@@ -68,11 +73,11 @@ class DeepSpeed(FormatReader):
 
     def check_files_complete(self, path: Path, report: Report) -> None:
         files = files_at(path)
-        check_files(path, sorted(source_file_names(files)), report)
+        report_truncated_files(path, sorted(all_file_names(files)), report)
         for part in files.parts:
             states = read_model_part(path, files, part)
             if find_expert_files(path, files, states.models[0]) is not None and not states.partitions:
-                read_optimizers(path, files)
+                read_expert_optimizers(path, files)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of a directory.
@@ -104,7 +109,9 @@ def files_at(path: Path) -> DeepSpeedFiles:
     return files
 
 
-def put_layer(gathering: Gathering, root: Path, file: str, number: int, masters: Mapping[str, StoredTensor]) -> None:
+def put_layer(
+    gathering: Gathering, root: Path, file: str, layer_index: int, masters: Mapping[str, StoredTensor]
+) -> None:
     """Put the entries of one pipeline layer, with low-precision copies as twins of their master weights.
 
     A layer file also contains a copy of each parameter that it shares with other layers, under its own key. The name
@@ -114,7 +121,7 @@ def put_layer(gathering: Gathering, root: Path, file: str, number: int, masters:
     flattening = Flattening(state.entries, file)
     with errors_at(path=root / file):
         for key, value in require_dict(state.value, file).items():
-            full = f"{number}.{key}"
+            full = f"{layer_index}.{key}"
             if not is_tensor(value):
                 gathering.put_flattened(flattening, value, (MODEL, full))
                 continue
@@ -140,7 +147,7 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
     model = parts[0].models[0]
     experts = find_expert_files(root, files, model, report)
     if model.slices is not None:
-        names.append(put_slices(gathering, parts, model.slices, masters, root))
+        names.append(put_sliced_parameters(gathering, parts, model.slices, masters, root))
     for part in () if model.slices is not None else parts:
         if part.partitions:
             names.append(put_model_part(gathering, part, masters, experts, root, report))
@@ -155,7 +162,7 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
         if cut:
             raise tensor_parallel_error()
         put_layer(gathering, root, name, number, masters)
-    put_joined_groups(gathering, parts, names)
+    put_merged_optimizer_groups(gathering, parts, names)
     put_other_entries(gathering, parts[0])
     recorded = model.saved.get("dp_world_size")
     world_size = len(parts[0].partitions) or (recorded if type(recorded) is int and recorded > 0 else 1)
@@ -167,13 +174,13 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
         flat.blobs,
         flat.keys,
         world_size=world_size * len(parts),
-        descriptions=tuple(sorted(source_file_names(files))),
+        descriptions=tuple(sorted(all_file_names(files))),
         twins=gathering.twins,
         spares=flat.spares,
     )
 
 
-def source_file_names(files: DeepSpeedFiles) -> set[str]:
+def all_file_names(files: DeepSpeedFiles) -> set[str]:
     """Return the names of all files that `read_directory_layout` reads."""
     by_kind = (files.models, files.optimizers, files.layers, files.experts, files.expert_optimizers)
     return {name for kind in by_kind for name in kind.values()}
@@ -205,11 +212,11 @@ def put_model_part(
             if parameter.name not in masters:  # tied parameters appear in several pipeline stages
                 put_parameter(gathering, parameter)
         masters |= of_part
-        put_module(gathering, part, masters, root, report)
+        put_untrained_and_copies(gathering, part, masters, root, report)
     return names
 
 
-def put_slices(
+def put_sliced_parameters(
     gathering: Gathering, parts: list[PartOfModel], slices: SliceMap, masters: dict[str, StoredTensor], root: Path
 ) -> list[list[str]]:
     """Put the parameters that are split over tensor-parallel ranks, and add their fp32 master weights to `masters`.
@@ -244,11 +251,13 @@ def put_slices(
             masters[name] = joined.master
             if copies := sliced.replicated_chunks([parameter.master for parameter in slices_of_ranks]):
                 gathering.flat.spares[f"{MODEL}.{name}"] = copies
-        put_modules_in_slices(gathering, [part.models[0] for part in parts], slices, masters)
+        put_sliced_module_entries(gathering, [part.models[0] for part in parts], slices, masters)
     return names
 
 
-def put_joined_groups(gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]) -> None:
+def put_merged_optimizer_groups(
+    gathering: Gathering, parts: list[PartOfModel], names_of_parts: list[list[list[str]]]
+) -> None:
     """Put the optimizer parameter groups.
 
     Pipeline stages have equal groups with different parameters, so equal groups are merged. Tensor-parallel ranks have
@@ -271,8 +280,8 @@ def put_other_entries(gathering: Gathering, part: PartOfModel) -> None:
     """Put the client state, schedulers and loss scale: all entries outside the model and the optimizer."""
     model = part.models[0]
     for key, value in model.others.items():
-        gathering.put_other(model.flattening, key, value)
+        gathering.put_other_entry(model.flattening, key, value)
     for partition in part.partitions[:1]:
         for key, value in partition.others.items():
             if key not in model.others:
-                gathering.put_other(partition.flattening, key, value)
+                gathering.put_other_entry(partition.flattening, key, value)

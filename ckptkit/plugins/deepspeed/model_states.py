@@ -13,7 +13,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.state_files import StateFile
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, read_auto_layers_by_tensor
+from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, autoep_layers_by_tensor
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, find_slice_map
 from ckptkit.plugins.deepspeed.values import (
     dict_or_empty,
@@ -81,7 +81,7 @@ def read_model_states(file: StateFile) -> ModelStates:
         aliases=aliases,
         buffers=frozenset(require_each(saved.get("buffer_names") or [], require_name, "buffer_names")),
         optimizer=saved.get("optimizer"),
-        auto_layers=read_auto_layers_by_tensor(saved),
+        auto_layers=autoep_layers_by_tensor(saved),
         slices=slices,
         others={key: value for key, value in saved.items() if key not in _USED and value is not None},
         saved=saved,

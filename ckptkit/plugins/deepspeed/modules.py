@@ -13,22 +13,22 @@ from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.layout import Spec, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.experts import find_name_around_number
+from ckptkit.plugins.deepspeed.experts import split_at_expert_index
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.partitions import PartOfModel
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
-from ckptkit.plugins.deepspeed.zero import ZeroParameter, chunks_of_shares, padded_elements_per_rank
+from ckptkit.plugins.deepspeed.zero import ZeroParameter, chunks_of_even_shards, padded_elements_per_rank
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:
     gathering.put_entry((MODEL, parameter.name), parameter.master)
     for state_name, moment in parameter.moments.items():
         gathering.put_entry((*STATE, parameter.name, state_name), moment)
-    gathering.put_state(parameter.group.flattening, [parameter.name], parameter.group.values)
+    gathering.put_shared_state(parameter.group.flattening, [parameter.name], parameter.group.values)
 
 
-def put_tied(
+def put_tied_weights(
     gathering: Gathering, aliases: Mapping[str, str], masters: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """Put the trained tensors that also have other names, and return all trained tensors by all of their names."""
@@ -38,7 +38,7 @@ def put_tied(
     return {**masters, **tied}
 
 
-def put_module(
+def put_untrained_and_copies(
     gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor], root: Path, report: Report
 ) -> None:
     """Put the untrained entries of the model, and the low-precision copy of each trained parameter.
@@ -46,20 +46,20 @@ def put_module(
     Reports frozen parameters if the fragment of a rank cannot be read.
     """
     model = part.models[0]
-    shared = next(filter(find_name_around_number, (*model.aliases, *model.aliases.values())), None)
+    shared = next(filter(split_at_expert_index, (*model.aliases, *model.aliases.values())), None)
     if shared is not None:
         message = "the parameter of an expert is tied, and the file does not say to which rank's expert"
         raise Unsupported(message, tensor=shared)
-    known = put_tied(gathering, model.aliases, masters)
+    known = put_tied_weights(gathering, model.aliases, masters)
     for name, value in (model.module or {}).items():
         if name in known:
-            put_unpickled_copy(gathering, model.flattening, str(name), value, known[str(name)])
+            put_low_precision_value(gathering, model.flattening, str(name), value, known[str(name)])
         elif name not in model.frozen or not (is_tensor(value) and 0 in as_tensor_record(value).shape):
             put_model_entry(gathering, model, str(name), value)
             put_buffer_replicas(gathering, part, str(name))
     for name, shape in model.frozen.items():
         full_name = f"{MODEL}.{name}"
-        is_experts = find_name_around_number(name) is not None or name in model.auto_layers
+        is_experts = split_at_expert_index(name) is not None or name in model.auto_layers
         if is_experts or name in known or full_name in gathering.flat.keys:
             continue
         if part.lost_models:
@@ -70,12 +70,12 @@ def put_module(
             gathering.put_entry((MODEL, name), join_frozen(part, name, shape))
 
 
-def put_modules_in_slices(
+def put_sliced_module_entries(
     gathering: Gathering, models: Sequence[ModelStates], slices: SliceMap, masters: Mapping[str, StoredTensor]
 ) -> None:
     """Put buffers, frozen and tied parameters and low-precision copies that are split over tensor-parallel ranks."""
     first = models[0]
-    known = put_tied(gathering, first.aliases, masters)
+    known = put_tied_weights(gathering, first.aliases, masters)
     for name, value in (first.module or {}).items():
         if not is_tensor(value) or name in first.buffers:
             put_model_entry(gathering, first, str(name), value)
@@ -86,21 +86,21 @@ def put_modules_in_slices(
         parts = [model.flattening.make_stored_tensor(each) for model, each in zip(models, values, strict=True)]
         joined = slices.slicing_of(first.aliases.get(str(name), str(name))).join_parts(parts)
         if name in known:
-            put_stored_copy(gathering, str(name), joined, known[str(name)])
+            put_low_precision_copy(gathering, str(name), joined, known[str(name)])
         else:
             gathering.put_entry((MODEL, str(name)), joined)
 
 
-def put_unpickled_copy(
+def put_low_precision_value(
     gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor
 ) -> None:
     """Put the low-precision copy of a parameter as its twin. ZeRO 3 saves an empty tensor instead of a copy."""
     if not is_tensor(value):
         raise Corrupt("ZeRO has this parameter, but `module` does not have its tensor", tensor=name)
-    put_stored_copy(gathering, name, flattening.make_stored_tensor(value), master)
+    put_low_precision_copy(gathering, name, flattening.make_stored_tensor(value), master)
 
 
-def put_stored_copy(gathering: Gathering, name: str, copy: StoredTensor, master: StoredTensor) -> None:
+def put_low_precision_copy(gathering: Gathering, name: str, copy: StoredTensor, master: StoredTensor) -> None:
     """Put the low-precision copy of a parameter as its twin, unless it is empty.
 
     Raises `Corrupt` if the shapes differ.
@@ -148,4 +148,4 @@ def join_frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
             message = f"expected [{needed}] of a frozen parameter in `{model.path}`, found {list(fragment.spec.shape)}"
             raise Corrupt(message, tensor=name)
         buffers.append(chunk)
-    return StoredTensor(Spec(buffers[0].dtype, shape), tuple(chunks_of_shares(buffers, 0, shape)))
+    return StoredTensor(Spec(buffers[0].dtype, shape), tuple(chunks_of_even_shards(buffers, 0, shape)))

@@ -35,7 +35,7 @@ def is_useless_alone(name: str) -> bool:
     return is_deepspeed_file(name) and not (match and match[1] is None)
 
 
-def find_rank_and_part(name: str) -> Rank | None:
+def parse_part_and_rank(name: str) -> Rank | None:
     """Return the model part and the data-parallel rank in a file name; None if the name does not contain both."""
     match = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
     return (int(match[2]), int(match[1])) if match and match[1] is not None else None

@@ -115,7 +115,7 @@ def read_partition(file: StateFile) -> Partition:
 
 
 def read_group_shard(
-    flattening: Flattening, masters: Any, state: Any, rank_count: int, settings: int, paddings: tuple[int, ...]
+    flattening: Flattening, masters: Any, state: Any, rank_count: int, settings_index: int, paddings: tuple[int, ...]
 ) -> PartitionedGroup:
     """Return the shard of a group on one rank; `rank_count` ranks share the group."""
     moments: dict[str, Chunk] = {}
@@ -132,7 +132,7 @@ def read_group_shard(
     flat = find_flat_buffer(flattening, masters, "fp32") if is_tensor(masters) else None
     if flat is None:
         raise Corrupt("the fp32 parameters of a group are not a one-dimensional tensor")
-    return PartitionedGroup(flattening, flat, moments, values, rank_count, settings, paddings)
+    return PartitionedGroup(flattening, flat, moments, values, rank_count, settings_index, paddings)
 
 
 def find_flat_buffer(flattening: Flattening, value: Any, name: str) -> Chunk | None:
@@ -202,7 +202,7 @@ def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report
         shapes = first.shapes or ()
         partitions = {
             rank: partitions.get(rank)
-            or lost_partition(partitions, rank, file_name_of_rank(optimizers, rank), count, shapes)
+            or make_unreadable_partition(partitions, rank, file_name_of_rank(optimizers, rank), count, shapes)
             for rank in range(count)
         }
     lost_models = {
@@ -211,13 +211,17 @@ def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report
     return PartOfModel(tuple(read.values()), tuple(partitions.values()), lost_models)
 
 
-def lost_partition(
-    partitions: Mapping[int, Partition], rank: int, name: str, count: int, shapes: Sequence[Mapping[str, Shape]]
+def make_unreadable_partition(
+    partitions: Mapping[int, Partition],
+    rank: int,
+    file_name: str,
+    rank_count: int,
+    shapes: Sequence[Mapping[str, Shape]],
 ) -> Partition:
     """Return the partition of a rank with unreadable chunks of the sizes that it had.
 
-    `partitions` are those of the other `count` ranks, `shapes` the parameter shapes of each group. Raises `Unsupported`
-    if the sizes of the other partitions do not fit together.
+    `partitions` are those of the other `rank_count` ranks, `shapes` the parameter shapes of each group. Raises
+    `Unsupported` if the sizes of the other partitions do not fit together.
     """
     like = next(iter(partitions.values()))
     if len(shapes) != len(like.groups):
@@ -225,26 +229,32 @@ def lost_partition(
     groups = []
     for number, group in enumerate(like.groups):
         sizes = {of_rank: partition.groups[number].masters.box.numel for of_rank, partition in partitions.items()}
-        size = sizes[min(sizes)] if like.cuts_each else elements_on_rank(sizes, rank, count, shapes[number], group)
+        size = sizes[min(sizes)] if like.cuts_each else elements_on_rank(sizes, rank, rank_count, shapes[number], group)
         masters, *moments = (
-            Chunk.unreadable(full_box((size,)), name, chunk.dtype) for chunk in (group.masters, *group.moments.values())
+            Chunk.unreadable(full_box((size,)), file_name, chunk.dtype)
+            for chunk in (group.masters, *group.moments.values())
         )
         groups.append(replace(group, masters=masters, moments=dict(zip(group.moments, moments, strict=True))))
-    return replace(like, path=name, groups=tuple(groups))
+    return replace(like, path=file_name, groups=tuple(groups))
 
 
 def elements_on_rank(
-    known: Mapping[int, int], rank: int, count: int, named: Mapping[str, Shape], group: PartitionedGroup
+    numel_by_rank: Mapping[int, int], rank: int, rank_count: int, shapes: Mapping[str, Shape], group: PartitionedGroup
 ) -> int:
     """Return how many elements of the flat buffer of a group this rank has."""
-    total = sum(map(prod, named.values())) + sum(group.paddings[:-1])
-    last = count - 1
+    total = sum(map(prod, shapes.values())) + sum(group.paddings[:-1])
+    last = rank_count - 1
     size = next(
-        (numel for of_rank, numel in known.items() if of_rank != last), -(-total // (_ALIGNMENT * count)) * _ALIGNMENT
+        (numel for of_rank, numel in numel_by_rank.items() if of_rank != last),
+        -(-total // (_ALIGNMENT * rank_count)) * _ALIGNMENT,
     )
     last_size = total - last * size
-    fits = all(numel == size for of_rank, numel in known.items() if of_rank != last)
-    if last_size < 0 or not fits or not last_size <= known.get(last, last_size) < last_size + _ALIGNMENT * count:
-        parts = ", ".join(map(str, sorted(known.values())))
+    fits = all(numel == size for of_rank, numel in numel_by_rank.items() if of_rank != last)
+    if (
+        last_size < 0
+        or not fits
+        or not last_size <= numel_by_rank.get(last, last_size) < last_size + _ALIGNMENT * rank_count
+    ):
+        parts = ", ".join(map(str, sorted(numel_by_rank.values())))
         raise Unsupported(f"ranks have {parts} of {total} elements, and no file says how many the other ranks had")
     return last_size if rank == last else size

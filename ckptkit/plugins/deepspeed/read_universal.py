@@ -14,9 +14,9 @@ from ckptkit.io.file import is_existing_path, list_directories, names_in
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.plugins.deepspeed.experts import find_name_around_number
+from ckptkit.plugins.deepspeed.experts import split_at_expert_index
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
-from ckptkit.plugins.deepspeed.modules import put_tied, put_unpickled_copy
+from ckptkit.plugins.deepspeed.modules import put_low_precision_value, put_tied_weights
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, files_of_part
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
 from ckptkit.plugins.deepspeed.values import dict_or_empty, require_counts, require_dict, require_each
@@ -48,7 +48,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     for model in models[1:]:
         for known, group in zip(shapes, model.shapes or (), strict=False):
             known.update({name: full_shape(model, name, shape) for name, shape in group.items()})
-    expert = next((name for group in shapes for name in group if find_name_around_number(name)), None)
+    expert = next((name for group in shapes for name in group if split_at_expert_index(name)), None)
     if expert is not None:
         message = "expected an expert's number in the full model, found its number on one rank, which other ranks reuse"
         raise Unsupported(message, path=root / tag, tensor=expert)
@@ -56,7 +56,7 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     described = {path_from_root(tag, name) for name in names_in(root / tag) if name.endswith("_model_states.pt")}
     trained: dict[str, StoredTensor] = {}
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
-        files_by_state = dict(parameter_files(root, tag, name))
+        files_by_state = dict(parameter_paths_by_state(root, tag, name))
         described |= set(files_by_state.values())
         for state_name, path in {MASTER: path_from_root(tag, ZERO, name, f"{MASTER}.pt"), **files_by_state}.items():
             put_parameter_file(gathering, root, path, name, state_name, shape, report)
@@ -66,22 +66,22 @@ def read_universal(root: Path, tag: str, report: Report) -> Layout:
     described |= set(put_untrained_from_files(gathering, root, tag, trained, report))
     path = path_from_root(tag, ZERO, OPTIMIZER)
     try:
-        put_optimizer(gathering, read_state_file(root, path), shapes)
+        put_shared_optimizer_state(gathering, read_state_file(root, path), shapes)
     except CkptError as error:
         report(error.blame(path=root / path))
     for key, value in models[0].others.items():
         if key not in gathering.flat.keys:
-            gathering.put_other(models[0].flattening, key, value)
+            gathering.put_other_entry(models[0].flattening, key, value)
     flat = gathering.flat
     files = tuple(sorted(described | {path} | ({POINTER} if tag else set())))
     return Layout(root, NAME, flat.tensors, flat.blobs, flat.keys, descriptions=files, twins=gathering.twins)
 
 
-def full_shape(model: ModelStates, name: str, shape: Shape) -> Shape:
-    """Return the full shape of a parameter, given the `shape` on one rank (fused experts, tensor parallelism)."""
+def full_shape(model: ModelStates, name: str, shape_on_rank: Shape) -> Shape:
+    """Return the full shape of a parameter from its `shape_on_rank` (fused experts, tensor parallelism)."""
     if model.slices is not None:
         return model.slices.slicing_of(name).shape
-    return (model.auto_layers[name].experts, *shape[1:]) if name in model.auto_layers else shape
+    return (model.auto_layers[name].experts, *shape_on_rank[1:]) if name in model.auto_layers else shape_on_rank
 
 
 def path_from_root(*names: str) -> str:
@@ -101,7 +101,7 @@ def read_models(root: Path, tag: str) -> Iterator[ModelStates]:
             yield model
 
 
-def parameter_files(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
+def parameter_paths_by_state(root: Path, tag: str, name: str) -> Iterator[tuple[str, str]]:
     """Yield the state name (`fp32`, `exp_avg`, ...) and the path of each file of a parameter.
 
     Raises `Unsafe` if the name leads outside of the checkpoint.
@@ -150,13 +150,13 @@ def put_parameter_file(
 
 def put_untrained_and_tied(gathering: Gathering, model: ModelStates, trained: Mapping[str, StoredTensor]) -> None:
     """Put the tied names and all entries of a model-states file that are not trained parameters or copies of them."""
-    by_any_name = put_tied(gathering, model.aliases, trained)
+    by_any_name = put_tied_weights(gathering, model.aliases, trained)
     for entry, value in (model.module or {}).items():
         known = by_any_name.get(str(entry))
         if known is not None and model.slices is not None:
             continue  # only the slice of one rank, so not a copy of the full tensor
         if known is not None:
-            put_unpickled_copy(gathering, model.flattening, str(entry), value, known)
+            put_low_precision_value(gathering, model.flattening, str(entry), value, known)
         elif not (is_tensor(value) and as_tensor_record(value).shape == (0,) and entry not in model.buffers):
             gathering.put_flattened(model.flattening, value, (MODEL, str(entry)))
 
@@ -171,7 +171,7 @@ def put_untrained_from_files(
     for folder in list_directories(root / tag / ZERO):
         if folder.name in trained or f"{MODEL}.{folder.name}" in gathering.flat.keys:
             continue
-        for state_name, path in parameter_files(root, tag, folder.name):
+        for state_name, path in parameter_paths_by_state(root, tag, folder.name):
             if state_name != MASTER:
                 continue
             try:
@@ -185,7 +185,7 @@ def put_untrained_from_files(
             yield path
 
 
-def put_optimizer(gathering: Gathering, file: StateFile, shapes: Sequence[Mapping[str, Shape]]) -> None:
+def put_shared_optimizer_state(gathering: Gathering, file: StateFile, shapes: Sequence[Mapping[str, Shape]]) -> None:
     """Put the state that all parameters share: parameter groups, steps that have no files, the loss scale."""
     flattening = Flattening(file.entries, file.name)
     saved = require_dict(file.value, file.name)
@@ -202,10 +202,10 @@ def put_optimizer(gathering: Gathering, file: StateFile, shapes: Sequence[Mappin
         step = require_dict(states[number], "state").get(STEP) if number in states else None
         without_step = [name for name in named if ".".join((*STATE, name, STEP)) not in gathering.flat.keys]
         if step is not None:
-            gathering.put_state(flattening, without_step, {STEP: step})
+            gathering.put_shared_state(flattening, without_step, {STEP: step})
     for entry, value in saved.items():
         if entry not in _USED:
-            gathering.put_other(flattening, entry, value)
+            gathering.put_other_entry(flattening, entry, value)
 
 
 def check_parameter_files(root: Path, tag: str, report: Report) -> None:
@@ -214,7 +214,7 @@ def check_parameter_files(root: Path, tag: str, report: Report) -> None:
         for group in model.shapes or ():
             for name in group:
                 try:
-                    if MASTER not in dict(parameter_files(root, tag, name)):
+                    if MASTER not in dict(parameter_paths_by_state(root, tag, name)):
                         report(missing_parameter_file_error(root / tag / ZERO / name / f"{MASTER}.pt"))
                 except CkptError as error:
                     report(error)

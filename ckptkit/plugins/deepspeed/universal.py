@@ -27,7 +27,7 @@ from ckptkit.io.file import is_existing_path, read_small, require_plain_file_nam
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, WriterOptions
 from ckptkit.layout.box import full_box
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
-from ckptkit.plugins.deepspeed.experts import find_name_around_number
+from ckptkit.plugins.deepspeed.experts import split_at_expert_index
 from ckptkit.plugins.deepspeed.names import is_deepspeed_file
 from ckptkit.plugins.deepspeed.read_universal import (
     MASTER,
@@ -95,21 +95,21 @@ def universal_files(wanted: Layout, options: WriterOptions) -> Iterator[NewFile]
     """Yield the files for a model under `model` and its optimizer by name under `optimizer`."""
     entries = UniversalEntries.of(wanted)
     hint = "pass --to dcp or --to pt"
-    expert = next(filter(find_name_around_number, entries.weights), None)
+    expert = next(filter(split_at_expert_index, entries.weights), None)
     if expert is not None:
         message = "this is an expert: each rank would look for its own experts under the same names and find other ones"
         raise Unsupported(message, path=wanted.root, tensor=expert, hint=hint)
     if LAYERS in entries.others:
         message = f"`{LAYERS}` lists experts that AutoEP fused: ckptkit cannot write the marks that their files need"
         raise Unsupported(message, path=wanted.root, hint=hint)
-    steps = Storages(wanted).pickled_value_of("global_steps") if "global_steps" in wanted.blobs else None
+    steps = Storages(wanted).picklable_value_of("global_steps") if "global_steps" in wanted.blobs else None
     tag = f"global_step{steps}" if type(steps) is int and steps >= 0 else "universal"
     for parameter, states in entries.states.items():
         if "/" in parameter or "\0" in parameter or parameter in ("", ".", ".."):
             raise Unsafe("a directory cannot have this name", path=wanted.root, tensor=parameter)
         for state_name, entry in {MASTER: entries.weights[parameter], **states}.items():
             storages = Storages(wanted)
-            value = storages.pickled_value_of(entry)
+            value = storages.picklable_value_of(entry)
             # DeepSpeed expects the step without a dict around it
             content = value if state_name == STEP else {"cat_dim": 0, "param": value}
             yield make_torch_save_file(path_from_root(tag, ZERO, parameter, f"{state_name}.pt"), content, storages)
@@ -140,14 +140,14 @@ def make_model_states_file(
     kept = [name for name in entries.weights if name not in entries.states and name not in tied]
     others = [name for name in entries.others if wanted.key(name)[0] not in _OF_OPTIMIZER | _DROPPED]
     saved_names = others if with_module else [name for name in others if name in wanted.blobs]
-    saved = unflatten(saved_names, wanted.key, storages.pickled_value_of) if saved_names else {}
+    saved = unflatten(saved_names, wanted.key, storages.picklable_value_of) if saved_names else {}
     value = {
         **dict.fromkeys(("global_steps", "skipped_steps", "global_samples"), 0),
         **dict.fromkeys(("lr_scheduler", "data_sampler", "random_ltd")),
         "ds_config": {},
         "ds_version": _VERSION,
         **saved,
-        "module": {name: storages.pickled_value_of(entries.weights[name]) for name in kept} if with_module else {},
+        "module": {name: storages.picklable_value_of(entries.weights[name]) for name in kept} if with_module else {},
         "buffer_names": kept,
         "optimizer": None,
         "param_shapes": [
@@ -170,7 +170,7 @@ def settings_and_names_by_group(
     storages = Storages(wanted)
     if not entries.groups:
         return [{}], [list(entries.states)]
-    groups = unflatten(entries.groups, lambda name: wanted.key(name)[len(GROUPS) :], storages.pickled_value_of)
+    groups = unflatten(entries.groups, lambda name: wanted.key(name)[len(GROUPS) :], storages.picklable_value_of)
     names = [group.pop("params", None) for group in groups]
     listed = [name for group in names if isinstance(group, list) for name in group]
     if None in names or sorted(map(str, listed)) != sorted(entries.states):
@@ -184,7 +184,7 @@ def make_optimizer_states_file(wanted: Layout, entries: UniversalEntries, path: 
     storages = Storages(wanted)
     settings = [{**group, "params": [i]} for i, group in enumerate(settings_and_names_by_group(wanted, entries)[0])]
     saved_names = [name for name in entries.others if wanted.key(name)[0] in _OF_OPTIMIZER]
-    saved = unflatten(saved_names, wanted.key, storages.pickled_value_of) if saved_names else {}
+    saved = unflatten(saved_names, wanted.key, storages.picklable_value_of) if saved_names else {}
     if isinstance(saved.get("loss_scaler"), dict):
         kind = "DynamicLossScaler" if saved["loss_scaler"].get("dynamic") else "LossScaler"
         scaler = Record(Global(_SCALERS, kind), (), is_new=True)
@@ -218,7 +218,7 @@ def find_common_step(wanted: Layout, entries: UniversalEntries, storages: Storag
     def step_of(parameter: str) -> Any:
         entry = entry_by_parameter[parameter]
         if entry in wanted.blobs:
-            return storages.pickled_value_of(entry)
+            return storages.picklable_value_of(entry)
         code = _STEP_CODES.get(tensors[entry].spec.dtype.name)
         return struct.unpack_from(code, contents[entry])[0] if code and contents[entry] else contents[entry]
 

@@ -18,17 +18,17 @@ from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_certain, is_counted_from_zero, match_by_size, match_in_order
+from ckptkit.layout.matching import find_certain_match, is_counted_from_zero, match_by_size, match_in_order
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.values import (
+    as_plain_values,
     dict_or_empty,
     require_count,
     require_dict,
     require_each,
     require_type,
-    without_classes,
 )
 
 Settings = Mapping[str | int, Any]
@@ -58,7 +58,7 @@ class Gathering:
         flattening.flat = self.flat
         flattening.add_nested(value, key)
 
-    def put_state(self, flattening: Flattening, names: list[str], values: Mapping[str, Any]) -> None:
+    def put_shared_state(self, flattening: Flattening, names: list[str], values: Mapping[str, Any]) -> None:
         """Put optimizer state that several parameters share below the name of each of them."""
         for state_name, value in values.items():
             with errors_at(tensor=".".join((*STATE, *names[:1], state_name))):
@@ -73,10 +73,10 @@ class Gathering:
         # not flattened: the names are in another file, and too long for the budget of this one
         self.put_entry((*GROUPS, number, "params"), Blob(flattening.path, flattening.pickle.offset, 0, dump(names)))
 
-    def put_other(self, flattening: Flattening, key: str | int, value: Any) -> None:
+    def put_other_entry(self, flattening: Flattening, key: str | int, value: Any) -> None:
         """Put an entry under its own key, or under `client_state` if the model or the optimizer has that key."""
         key_path = ("client_state", key) if key in (MODEL, STATE[0]) else (key,)
-        value = without_classes(value)
+        value = as_plain_values(value)
         if key in _IN_ONE:
             self.put_entry(key_path, flattening.make_blob(value))
         else:
@@ -129,10 +129,10 @@ def put_model_and_optimizer_without_zero(gathering: Gathering, model: ModelState
     put_groups(gathering, optimizer, params, has_masters=bool(masters))
 
 
-def put_states(gathering: Gathering, optimizer: IndexedOptimizer, names: Names, among: range | None = None) -> None:
-    """Put the optimizer states of all parameters, or only of the parameter indices in `among`."""
+def put_states(gathering: Gathering, optimizer: IndexedOptimizer, names: Names, indices: range | None = None) -> None:
+    """Put the optimizer states of all parameters, or only of the parameter indices in `indices`."""
     for number, state in optimizer.states.items():
-        if among is None or require_count(number, "state") in among:
+        if indices is None or require_count(number, "state") in indices:
             for state_name, value in require_dict(state, "state").items():
                 name = names.get(int(number), str(number))
                 gathering.put_flattened(optimizer.flattening, value, (*STATE, name, state_name))
@@ -151,7 +151,7 @@ def put_groups(
         gathering.put_group(optimizer.flattening, i, settings, list(listed))
     for key, value in optimizer.others.items():
         if not (has_masters and key == _MASTERS):
-            gathering.put_flattened(optimizer.flattening, without_classes(value), (STATE[0], key))
+            gathering.put_flattened(optimizer.flattening, as_plain_values(value), (STATE[0], key))
 
 
 def master_weights_by_name(optimizer: IndexedOptimizer, names: Names) -> dict[str, StoredTensor]:
@@ -177,7 +177,7 @@ def put_weight(
 
 
 def find_names_in_order(
-    optimizer: IndexedOptimizer, numbers: Sequence[Any], parameters: Mapping[str, Shape], *, is_in_order: bool = False
+    optimizer: IndexedOptimizer, indices: Sequence[Any], parameters: Mapping[str, Shape], *, is_in_order: bool = False
 ) -> list[str]:
     """Return the parameter names of an optimizer in index order; [] if the order is not certain.
 
@@ -198,15 +198,17 @@ def find_names_in_order(
         if recorded:
             name_of_index = parameters_by_index(recorded, moments, parameters)
         elif is_in_order:
-            name_of_index = dict(zip(sorted(numbers), parameters, strict=False))
+            name_of_index = dict(zip(sorted(indices), parameters, strict=False))
         else:
-            name_of_index = match_by_size([numbers], masters or moments, parameters)
+            name_of_index = match_by_size([indices], masters or moments, parameters)
     except (Corrupt, Mismatch, Unsupported):
         return []
     parameters = {name_of_index[number]: parameters[name_of_index[number]] for number in sorted(name_of_index)}
-    if not is_counted_from_zero([numbers]) or len(masters or moments) != len(parameters):
+    if not is_counted_from_zero([indices]) or len(masters or moments) != len(parameters):
         return []
-    agrees = [find_certain(match_in_order, [numbers], known, parameters) is not None for known in (moments, masters)]
+    agrees = [
+        find_certain_match(match_in_order, [indices], known, parameters) is not None for known in (moments, masters)
+    ]
     return list(parameters) if all(agrees) else []
 
 

@@ -75,7 +75,7 @@ def shapes_in_dict(value: Any, what: str) -> dict[str, Shape]:
     return shapes
 
 
-def without_classes(value: Any) -> Any:
+def as_plain_values(value: Any) -> Any:
     """Return a DeepSpeed object as plain values: its attributes, or the value of an enum member.
 
     The result can be loaded without DeepSpeed.

@@ -18,20 +18,20 @@ from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.layout.axes import chunks_of_flat_range, concatenate, consecutive_pieces, cut_tensor_from_flat
+from ckptkit.layout.axes import chunks_of_flat_range, concatenate, cut_tensor_from_flat, flat_pieces_of_chunks
 from ckptkit.layout.box import Shape
-from ckptkit.plugins.deepspeed.experts import ExpertFiles, partition_groups
+from ckptkit.plugins.deepspeed.experts import ExpertFiles, partitions_sharing_group
 from ckptkit.plugins.deepspeed.partitions import Partition, PartitionedGroup
 
 
-def chunks_of_shares(buffers: Sequence[Chunk], first: int, shape: Shape) -> Iterator[Chunk]:
-    """Yield the chunks of a tensor that is split evenly over the ranks, from element `first` of each buffer.
+def chunks_of_even_shards(buffers: Sequence[Chunk], first_element: int, shape: Shape) -> Iterator[Chunk]:
+    """Yield the chunks of a tensor that is split evenly over the ranks, from element `first_element` of each buffer.
 
     This is the partitioning of ZeRO 3. The last ranks may have fewer elements, followed by padding.
     """
     numel, share = prod(shape), padded_elements_per_rank(prod(shape), len(buffers))
     for rank, buffer in enumerate(buffers):
-        yield from chunks_of_flat_range(buffer, first, shape, rank * share, min((rank + 1) * share, numel))
+        yield from chunks_of_flat_range(buffer, first_element, shape, rank * share, min((rank + 1) * share, numel))
 
 
 def padded_elements_per_rank(numel: int, ranks: int) -> int:
@@ -73,7 +73,7 @@ def join_zero_parameters(
     for number, named in enumerate(shapes):
         by_name: dict[str, list[ZeroParameter]] = {}
         join = join_sub_group_parameters if first.cuts_each else join_group_parameters
-        for own_partitions, own_named in partition_groups(number, named, partitions, experts):
+        for own_partitions, own_named in partitions_sharing_group(number, named, partitions, experts):
             groups = [partition.groups[number] for partition in own_partitions]
             check_group_consistent(groups, own_partitions, root)
             for parameter_part in join(own_named, groups, root):
@@ -129,17 +129,17 @@ def find_comparable_step(flattening: Flattening, state: Mapping[Any, Any]) -> fl
 
 
 def join_group_parameters(
-    named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path
+    shapes: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path
 ) -> Iterator[ZeroParameter]:
     """Yield the parameters of a group of ZeRO 1 or 2."""
-    paddings = groups[0].paddings or (0,) * len(named)
-    if len(paddings) != len(named):
-        message = f"`param_alignment_paddings`: expected {len(named)} parameters, found {len(paddings)}"
+    paddings = groups[0].paddings or (0,) * len(shapes)
+    if len(paddings) != len(shapes):
+        message = f"`param_alignment_paddings`: expected {len(shapes)} parameters, found {len(paddings)}"
         raise Corrupt(message, path=root / groups[0].masters.path)
-    every = list(buffers_of_ranks(groups))
-    flats = [list(consecutive_pieces((buffer, buffer.box.numel) for buffer in buffers)) for buffers in every]
+    every = list(rank_buffers_by_state(groups))
+    flats = [list(flat_pieces_of_chunks((buffer, buffer.box.numel) for buffer in buffers)) for buffers in every]
     at = end = 0
-    for (name, shape), padding in zip(named.items(), paddings, strict=True):
+    for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
         yield make_parameter(name, shape, groups[0], [cut_tensor_from_flat(pieces, at, shape) for pieces in flats])
         end = at + prod(shape)
         at = end + padding
@@ -157,23 +157,23 @@ def join_group_parameters(
 
 
 def join_sub_group_parameters(
-    named: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path
+    shapes: Mapping[str, Shape], groups: Sequence[PartitionedGroup], root: Path
 ) -> Iterator[ZeroParameter]:
     """Yield the parameters of a sub-group of ZeRO 3."""
-    ranks, every = len(groups), list(buffers_of_ranks(groups))
-    needed = sum(padded_elements_per_rank(prod(shape), ranks) for shape in named.values())
+    ranks, every = len(groups), list(rank_buffers_by_state(groups))
+    needed = sum(padded_elements_per_rank(prod(shape), ranks) for shape in shapes.values())
     for buffer in (buffer for buffers in every for buffer in buffers):
         if buffer.box.numel != needed:
             message = f"expected {needed} elements on each of {ranks} ranks, found {buffer.box.numel}"
             hint = f"{_HINT}; ckptkit does not read MiCS, which shards among fewer ranks"
             raise Corrupt(message, path=root / buffer.path, hint=hint)
     at = 0
-    for name, shape in named.items():
-        yield make_parameter(name, shape, groups[0], [chunks_of_shares(buffers, at, shape) for buffers in every])
+    for name, shape in shapes.items():
+        yield make_parameter(name, shape, groups[0], [chunks_of_even_shards(buffers, at, shape) for buffers in every])
         at += padded_elements_per_rank(prod(shape), ranks)
 
 
-def buffers_of_ranks(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
+def rank_buffers_by_state(groups: Sequence[PartitionedGroup]) -> Iterator[list[Chunk]]:
     """Yield the buffers of all ranks: first the master weights, then each optimizer state."""
     yield [group.masters for group in groups]
     for name in groups[0].moments:

@@ -20,7 +20,11 @@ from ckptkit.io.progress import Progress
 from ckptkit.layout import Layout, WriterOptions
 from ckptkit.layout.plan import Operand
 from ckptkit.plugins.deltas.as_consolidated import ConsolidatedView, open_as_consolidated
-from ckptkit.state.directories import require_free_or_replaceable, require_outside, require_separate_destination
+from ckptkit.state.directories import (
+    require_free_or_replaceable,
+    require_separate_destination,
+    require_source_outside_destination,
+)
 from ckptkit.state.draft import Conversion
 from ckptkit.state.options import Keywords
 from ckptkit.state.pipeline import write_output
@@ -65,7 +69,7 @@ def apply(
     require_separate_destination(opened.checkpoint, output, opened.draft.writer)
     paths = [to_path(path) for path in given]
     for path in paths:
-        require_outside(path, output)
+        require_source_outside_destination(path, output)
     from ckptkit.plugins.deltas.chain import DeltaChain  # imports numpy
     from ckptkit.plugins.deltas.open_delta import open_delta
 
@@ -90,11 +94,11 @@ def draft_apply(base: ConsolidatedView, chain: DeltaChain, jobs: int | None) -> 
     Raises `Mismatch` if `base` is not the base of the first delta.
     """
     from ckptkit.plugins.deltas.chain import checksum_by_tensor
-    from ckptkit.plugins.deltas.verify_delta import check_delta
+    from ckptkit.plugins.deltas.verify_delta import check_and_count_nan
 
     chain.check_specs(base.layout)
     for delta in chain.deltas:
-        check_delta(delta)
+        check_and_count_nan(delta)
     sums = checksum_by_tensor(base.layout, jobs=jobs)
     chain.check_base(base.layout, sums)
     draft, wanted = base.draft, base.draft.wanted
@@ -136,6 +140,6 @@ def patch_recipes_by_name(chain: DeltaChain, base: Layout) -> dict[str, Patched]
     for name, spec in chain.specs.items():
         last = chain.find_last_full_delta(name)
         operand = Operand(0, name, spec.dtype) if last is None else Operand(last + 1, name + WHOLE, spec.dtype)
-        shape = base.tensors[name].shape_of_chunks if last is None else spec.shape
+        shape = base.tensors[name].shape_tiled_by_chunks if last is None else spec.shape
         recipes[name] = Patched(operand, name, shape, find_changes)
     return recipes

@@ -39,7 +39,7 @@ from ckptkit.io.disk import lock_path, remove_path, retry_interrupted, sync_dire
 from ckptkit.io.file import OpenFiles, file_size, is_existing_path, names_in, read_at
 from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.io.path import to_local_path, to_path
-from ckptkit.io.staging import remove_dead_leftovers
+from ckptkit.io.staging import remove_orphaned_staging
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, edits
 from ckptkit.plugins.deltas.as_consolidated import open_as_consolidated
 from ckptkit.plugins.deltas.chain import (
@@ -52,7 +52,7 @@ from ckptkit.plugins.deltas.chain import (
 from ckptkit.plugins.deltas.changes import differing_elements, load_changes
 from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import RECORD, DeltaRecord, is_complete_delta, is_unfinished_delta, short_id
-from ckptkit.plugins.deltas.verify_delta import check_delta
+from ckptkit.plugins.deltas.verify_delta import check_and_count_nan
 from ckptkit.plugins.deltas.write_delta import FoundChanges, Spool, write_delta
 from ckptkit.summary import Summarized
 from ckptkit.words import count
@@ -104,14 +104,14 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
         remove_leftovers(path)
         is_completed = is_existing_path(path / JOURNAL)
         if is_completed:
-            complete_journal(path)
+            apply_journal(path)
         component = Checkpoint.open(path).model_component
         model = replace(locate_all_chunks(component.layout), blobs={}, twins={}, keys={})
         if model.format != "hf" or model.world_size is not None or component.path != path:
             hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
             raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
         sums = checksum_by_tensor(model)
-        complete, unfinished = find_deltas(source)
+        complete, unfinished = complete_and_unfinished_deltas(source)
         chain = find_continuing_chain(model, sums, complete, source)
         if not chain.deltas:
             return ChangedInPlace(path, (), is_completed=is_completed, unfinished=unfinished)
@@ -125,12 +125,12 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
                 message = f"the file has {links} names (hard links), and all of them would change"
                 raise Unsafe(message, path=file, hint=hint)
         record = write_change_journal(path, model, sums, chain)
-        complete_journal(path)
+        apply_journal(path)
     applied = tuple(delta.path for delta in chain.deltas)
     return ChangedInPlace(path, applied, len(record.tensors), record.changed, is_completed, unfinished)
 
 
-def find_deltas(root: Path) -> tuple[list[Path], tuple[Path, ...]]:
+def complete_and_unfinished_deltas(root: Path) -> tuple[list[Path], tuple[Path, ...]]:
     """Return the deltas to choose from, and the unfinished ones: `root`, if it is a delta, or those in it."""
     if not root.is_dir():
         raise NotACheckpoint("expected a directory with deltas", path=root)
@@ -167,7 +167,7 @@ def find_continuing_chain(model: Layout, sums: Mapping[str, int], delta_paths: l
     while identity in by_base and by_base[identity] not in chain:
         chain.append(by_base[identity])
         identity = chain[-1].record.new
-        check_delta(chain[-1])
+        check_and_count_nan(chain[-1])
     full_chain = DeltaChain.of(chain)
     if chain:
         full_chain.check_base(model, sums)
@@ -201,7 +201,7 @@ def remove_leftovers(local: Path) -> None:
     with translate_os_errors(local):
         for name in (_NEW, _OLD):
             remove_path(local / name)
-    remove_dead_leftovers(local)
+    remove_orphaned_staging(local)
 
 
 def write_change_journal(local: Path, base: Layout, sums: Mapping[str, int], chain: DeltaChain) -> DeltaRecord:
@@ -247,7 +247,7 @@ def write_change_journal(local: Path, base: Layout, sums: Mapping[str, int], cha
     return record
 
 
-def complete_journal(local: Path) -> Delta:
+def apply_journal(local: Path) -> Delta:
     """Apply the journal to the model, remove the journal, and return the applied delta.
 
     Raises `Corrupt` and keeps the journal if the model does not match the journal afterwards.

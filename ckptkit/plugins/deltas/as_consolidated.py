@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.conversion.convert import draft_conversion
-from ckptkit.errors import Mismatch, Unsupported, first_of
+from ckptkit.errors import Mismatch, Unsupported, names_and_more
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
@@ -84,7 +84,7 @@ def open_both_as_consolidated(
         (two.path, one.path, sorted(after.keys() - before.keys())),
     ):
         if names:
-            shown = first_of([f"`{name}`" for name in names], _SHOWN)
+            shown = names_and_more([f"`{name}`" for name in names], _SHOWN)
             message = f"expected the tensors of {other_path}, found others: {shown}"
             hint = "pass two checkpoints of one model; `ckptkit diff` shows what both contain"
             raise Mismatch(message, path=path, hint=hint)

@@ -168,7 +168,7 @@ class ComparedPair:
             differences = describe_differences(compared.differences, str(self.sides[1].path))
             files = compared.described_in
             notes.append(f"a delta does not contain {files}, and the new model differs: {differences}; copy it too")
-        notes += before.note_on_inputs(after)
+        notes += before.notes_on_different_inputs(after)
         return WrittenDelta(
             base=self.sides[0].path,
             new=self.sides[1].path,

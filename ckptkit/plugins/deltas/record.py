@@ -70,16 +70,16 @@ class DeltaRecord:
         """Return the fraction of all elements that changed."""
         return self.changed / self.elements if self.elements else 0.0
 
-    def summary(self, payload: int) -> Iterator[str]:
-        """Yield two lines on what changed, for files with `payload` bytes of tensor data."""
+    def summary(self, payload_bytes: int) -> Iterator[str]:
+        """Yield two lines on what changed, for files with `payload_bytes` bytes of tensor data."""
         changed = len(self.tensors)
         every = count(changed + self.unchanged, "tensor")
         yield f"{per_cent(self.density)} of the elements changed, in {changed:,} of {every}"
-        share = per_cent(payload / self.nbytes if self.nbytes else 0.0)
-        yield f"{format_bytes(payload)}, {share} of the model's {format_bytes(self.nbytes)}"
+        share = per_cent(payload_bytes / self.nbytes if self.nbytes else 0.0)
+        yield f"{format_bytes(payload_bytes)}, {share} of the model's {format_bytes(self.nbytes)}"
 
-    def to_bytes(self, payload: int) -> bytes:
-        """Return the content of `delta.json`, for files with `payload` bytes of tensor data."""
+    def to_bytes(self, payload_bytes: int) -> bytes:
+        """Return the content of `delta.json`, for files with `payload_bytes` bytes of tensor data."""
         tensors = {
             name: {
                 "dtype": tensor.spec.dtype.name,
@@ -102,7 +102,7 @@ class DeltaRecord:
             "elements": self.elements,
             "nbytes": self.nbytes,
             "density": self.density,
-            "bytes": payload,
+            "bytes": payload_bytes,
         }
         return (json.dumps(value, indent=1) + "\n").encode()
 

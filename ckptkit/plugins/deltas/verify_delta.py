@@ -33,7 +33,7 @@ from ckptkit.plugins.deltas.open_delta import WHOLE, Delta, open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD
 
 
-def check_delta(delta: Delta, report: Report = raise_problem) -> int:
+def check_and_count_nan(delta: Delta, report: Report = raise_problem) -> int:
     """Read all data of a delta, report each damaged tensor, and return how many new values are NaN.
 
     Positions must be strictly increasing and inside the tensor; a full tensor must have the CRC-32 that `delta.json`
@@ -94,7 +94,7 @@ def verify_delta(
 
 def verify_delta_data(delta: Delta, problems: Problems) -> Verified:
     """Read all data of a delta, and collect each damaged tensor and file in `problems`."""
-    nan = check_delta(delta, problems.add)
+    nan = check_and_count_nan(delta, problems.add)
     tensors = delta.layout.tensors.values()
     checked = sum(tensor.spec.nbytes for tensor in tensors if tensor.chunks[0].crc32 is not None)
     manifest = read_manifest(delta.path)

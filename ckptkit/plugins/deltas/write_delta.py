@@ -164,7 +164,7 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
         header = make_header(specs_in_file)
         nbytes = len(header) + sum(spec.nbytes for spec in specs_in_file.values())
         new_files.append(NewFile(file, nbytes, ((0, header),)))
-    create_files(root, new_files, anew=True)
+    create_files(root, new_files, must_be_new=True)
     chunks = {key: chunk for file in files for key, chunk in read_header_chunks(root / file).items()}
     tensors = {key: StoredTensor(Spec(chunk.dtype, chunk.size), (chunk,)) for key, chunk in chunks.items()}
     layout = Layout(root, "hf", tensors)
@@ -176,7 +176,7 @@ def write_delta(root: Path, difference: FoundChanges, source: Mapping[str, str] 
         check_header_with_library(root / file, {key: chunk for key, chunk in chunks.items() if chunk.path == file})
     record = difference.make_record({name: file for file, names in files.items() for name in names})
     write_new_file(root / RECORD, record.to_bytes(difference.payload_bytes))
-    write_manifest(layout, sums, [*files, RECORD], anew=True, source=source)
+    write_manifest(layout, sums, [*files, RECORD], must_be_new=True, source=source)
     return record
 
 

@@ -94,7 +94,7 @@ class Architecture:
         return self.numel - self.all_blocks_numel
 
     @cached_property
-    def largest_unit_matrix_numel(self) -> int:
+    def largest_root_matrix_numel(self) -> int:
         """Return the parameters of the largest matrix outside the blocks: the head, or a matrix of the same size."""
         return max((prod(shape) for name, shape in self.parameters.items() if not _UNIT.match(name)), default=0)
 
@@ -262,7 +262,7 @@ def bytes_in_last_block(model: Architecture, setup: Setup) -> Parts:
     return {
         "gathered": unsharded_bytes(model, setup) + blocks * model.largest_block_numel * itemsize,
         "reduced": model.largest_block_numel * (itemsize + _FLOAT32.itemsize)
-        + model.largest_unit_matrix_numel * itemsize,
+        + model.largest_root_matrix_numel * itemsize,
         "activations": saved_activation_bytes(model, setup) + working,
     }
 
@@ -272,7 +272,7 @@ def bytes_at_embedding(model: Architecture, setup: Setup) -> Parts:
 
     They are the gradients of embedding and head, and their sum if the two are tied.
     """
-    gradients = (3 if model.tied else 2) * model.largest_unit_matrix_numel * setup.param_dtype.itemsize
+    gradients = (3 if model.tied else 2) * model.largest_root_matrix_numel * setup.param_dtype.itemsize
     return {
         "gathered": model.root_unit_numel * setup.param_dtype.itemsize,
         "reduced": gradients + model.largest_block_numel * _FLOAT32.itemsize,

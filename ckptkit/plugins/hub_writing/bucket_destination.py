@@ -112,11 +112,11 @@ class HubBucketDestination(XetDestination):
                 create_bucket(self._id)
             existing = self._list_files()
             drop_cached_listing(self.path)
-            path = self._place.claim_path
-            previous = self._place.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
+            path = self._upload_target.claim_path
+            previous = self._upload_target.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
             is_ours = previous is not None and previous.plan == self.plan
             if previous is not None and not is_ours and not overwrite:
-                raise self._place.claimed_error(previous)
+                raise self._upload_target.claimed_error(previous)
             if existing and not is_ours and not overwrite:
                 raise destination_exists_error(self.path)
             first = check() if existing and previous is None else ()
@@ -124,11 +124,11 @@ class HubBucketDestination(XetDestination):
             self._files.put_small_file(CLAIM, StoreClaim.begin(self.plan).to_bytes())
             self._claim = self._files.sent.pop(CLAIM)
             self._files.sent_bytes = 0  # the claim is not data of the checkpoint
-            self._apply_operations([add_file_operation(self._place.claim_key, self._claim)])
+            self._apply_operations([add_file_operation(self._upload_target.claim_key, self._claim)])
             if not is_ours:
                 marks = {name for name in (*first, *self.marks) if name in existing}
                 for names in (marks, existing.keys() - marks):
-                    keys = map(self._place.object_key, sorted(names))
+                    keys = map(self._upload_target.object_key, sorted(names))
                     self._apply_operations([{"type": "deleteFile", "path": key} for key in keys])
             self._quiet = quiet.pop_all()
 
@@ -151,7 +151,7 @@ class HubBucketDestination(XetDestination):
         """Make all files visible, and delete the claim: the upload is complete."""
         with self._quiet:
             self._publish_other_files()
-            self._apply_operations([{"type": "deleteFile", "path": self._place.claim_key}])
+            self._apply_operations([{"type": "deleteFile", "path": self._upload_target.claim_key}])
 
     def remarks_on_upload(self) -> list[str]:
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
@@ -159,13 +159,13 @@ class HubBucketDestination(XetDestination):
     def _publish_marker(self, name: str) -> None:
         self._publish_other_files()
         claim_key, key, expected = (
-            self._place.claim_key,
-            self._place.object_key(name),
+            self._upload_target.claim_key,
+            self._upload_target.object_key(name),
             expected_entry(self._files.sent[name]),
         )
         listed = stored_files_among(self._id, [claim_key, key])
         if listed.get(claim_key) != expected_entry(self._claim):
-            raise self._place.lost_claim_error()
+            raise self._upload_target.lost_claim_error()
         if listed.get(key, expected) != expected:
             hint = "delete this file, then run the same command again"
             raise Occupied("another file is there", path=self.path / name, hint=hint)
@@ -180,7 +180,9 @@ class HubBucketDestination(XetDestination):
         if not names:
             return
         files = self._files.sent
-        self._apply_operations([add_file_operation(self._place.object_key(name), files[name]) for name in names])
+        self._apply_operations(
+            [add_file_operation(self._upload_target.object_key(name), files[name]) for name in names]
+        )
         self._shown.update(names)
         listed = self._list_files()
         for name in self._shown:

@@ -45,7 +45,7 @@ class XetAccess:
     headers: Mapping[str, str] = field(repr=False)
 
 
-def is_stored_in_lfs(repo_id: str, revision: str, name: str, data: bytes) -> bool:
+def wants_lfs_storage(repo_id: str, revision: str, name: str, data: bytes) -> bool:
     """Return whether the Hub wants a small file in its LFS storage instead of in git.
 
     Raises `Unsupported` if the .gitignore of the repository names the file.

@@ -39,9 +39,9 @@ from ckptkit.plugins.hub_writing.calls import (
     MODEL,
     NDJSON,
     Line,
-    is_stored_in_lfs,
     request_xet_access,
     to_json_lines,
+    wants_lfs_storage,
 )
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFiles, require_session_class
 from ckptkit.version import __version__
@@ -87,13 +87,13 @@ class HubRepoDestination(XetDestination):
                 head = basis if prospect.revision == MAIN else None
                 prospect = TargetRepository(prospect.repo_id, prospect.revision, head, basis)
             self._repository = prospect
-            self._files = XetFiles(self.path, request_xet_access(MODEL, prospect.repo_id, self._branch))
+            self._files = XetFiles(self.path, request_xet_access(MODEL, prospect.repo_id, self._existing_branch))
             self._quiet = quiet.pop_all()
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
         """Send a full file to the storage, or keep it for the commit if the Hub stores it in git."""
-        key, repository = self._place.object_key(name), self._repository
-        if len(content) > _INLINE or is_stored_in_lfs(repository.repo_id, self._branch, key, bytes(content)):
+        key, repository = self._upload_target.object_key(name), self._repository
+        if len(content) > _INLINE or wants_lfs_storage(repository.repo_id, self._existing_branch, key, bytes(content)):
             self._files.put_small_file(name, content)
             return
         with self._lock:
@@ -138,7 +138,7 @@ class HubRepoDestination(XetDestination):
         return [*self._files.sent, *self._inline]
 
     @property
-    def _branch(self) -> str:
+    def _existing_branch(self) -> str:
         """Return an existing branch for requests to the Hub: the target branch, or main."""
         return self._repository.revision if self._repository.head else MAIN
 
@@ -149,7 +149,7 @@ class HubRepoDestination(XetDestination):
         passed.
         """
         if prospect.head is None:
-            base = "" if self.is_file else self._place.object_key("")
+            base = "" if self.is_file else self._upload_target.object_key("")
             keys = prospect.basis.files if prospect.basis and not self.is_file else {}
             return frozenset(key.removeprefix(base) for key in keys if key.startswith(base) and key not in _OF_GIT)
         names = frozenset(check())
@@ -160,7 +160,7 @@ class HubRepoDestination(XetDestination):
     def _require_free(self, names: Iterable[str], prospect: TargetRepository) -> None:
         """Raise `Occupied` if files of these names exist and must not be replaced."""
         files = prospect.head.files if prospect.head else {}
-        keys = {self._place.object_key(name): name for name in names}
+        keys = {self._upload_target.object_key(name): name for name in names}
         above = {str(folder) for key in keys for folder in PurePosixPath(key).parents}
         below = tuple(f"{key}/" for key in keys)
         blocked = next((key for key in files if key in above or key.startswith(below)), None)
@@ -178,13 +178,13 @@ class HubRepoDestination(XetDestination):
         for name, sent in sorted(self._files.sent.items()):
             if name in changed:
                 stored = {"algo": "sha256", "oid": sent.sha256, "size": sent.nbytes}
-                yield {"key": "lfsFile", "value": {"path": self._place.object_key(name), **stored}}
+                yield {"key": "lfsFile", "value": {"path": self._upload_target.object_key(name), **stored}}
         for name, data in sorted(self._inline.items()):
             if name in changed:
                 self._inline_bytes += len(data)
                 content = {"content": b64encode(data).decode(), "encoding": "base64"}
-                yield {"key": "file", "value": {"path": self._place.object_key(name), **content}}
-        for key in map(self._place.object_key, sorted(self._replaced.difference(self._names))):
+                yield {"key": "file", "value": {"path": self._upload_target.object_key(name), **content}}
+        for key in map(self._upload_target.object_key, sorted(self._replaced.difference(self._names))):
             if key in basis.files:
                 yield {"key": "deletedFile", "value": {"path": key}}
 
@@ -217,7 +217,7 @@ class HubRepoDestination(XetDestination):
         """Return size and checksum, as sent and as listed, of each file that the Hub lists differently, by name."""
         expected = {name: describe_file(sent.nbytes, sent.sha256) for name, sent in self._files.sent.items()}
         expected |= {name: describe_file(len(data), oid=git_blob_id(data)) for name, data in self._inline.items()}
-        listed = {name: repository.files.get(self._place.object_key(name)) for name in expected}
+        listed = {name: repository.files.get(self._upload_target.object_key(name)) for name in expected}
         found = {
             name: describe_file(file.nbytes, file.sha256, file.oid) if file else "no such file"
             for name, file in listed.items()

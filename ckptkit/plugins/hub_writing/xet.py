@@ -118,7 +118,7 @@ class XetFiles:
         self._ordered.put(piece, data)
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview) -> None:
-        with self._sending(name):
+        with self._translate_upload_errors(name):
             upload = self._begin_upload(name)
             upload.write(content)
             self._end_upload(name, upload)
@@ -143,7 +143,7 @@ class XetFiles:
                 continue
 
     def _write_piece(self, piece: FilePiece, data: memoryview) -> None:
-        with self._sending(piece.name):
+        with self._translate_upload_errors(piece.name):
             upload = self._begin_upload(piece.name) if piece.number == 1 else self._open[piece.name]
             upload.write(data)
             if piece.number == piece.count:
@@ -177,7 +177,7 @@ class XetFiles:
             self.sent_bytes += report.dedup_metrics.new_bytes
 
     @contextmanager
-    def _sending(self, name: str) -> Iterator[None]:
+    def _translate_upload_errors(self, name: str) -> Iterator[None]:
         """Translate exceptions of hf_xet into a `CkptError`; hf_xet uses built-in exceptions for most errors."""
         try:
             yield

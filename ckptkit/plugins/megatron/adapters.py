@@ -26,7 +26,7 @@ from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, axes, edits
 from ckptkit.layout.box import full_box
 from ckptkit.models.companions import find_companions
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.models.names.steps import attention_head_sizes
+from ckptkit.models.names.steps import grouped_query_head_sizes
 from ckptkit.models.names.weights import Weights
 from ckptkit.plugins.megatron.arguments import COMMON, read_job_arguments
 from ckptkit.plugins.megatron.names import MEGATRON
@@ -53,14 +53,14 @@ class TrainerMatrix:
     kind: str
 
 
-def find_trainer_matrix(name: str) -> TrainerMatrix | None:
+def parse_lora_matrix_name(name: str) -> TrainerMatrix | None:
     """Return the LoRA matrix that a tensor name of Megatron's trainers stands for; None for any other tensor."""
     match = _BRIDGE.fullmatch(name) or _SWIFT.fullmatch(name)
     return TrainerMatrix(match[1], match[2] or "", _MATRICES[match[3]]) if match else None
 
 
 def has_adapter_matrix(names: Collection[str]) -> bool:
-    return any(find_trainer_matrix(name) for name in names)
+    return any(parse_lora_matrix_name(name) for name in names)
 
 
 def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
@@ -73,11 +73,11 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
     config = find_companions(path, base).config
     if config is None:
         message = "the names are Megatron's, and the Hub's follow from the base's config.json, which was not found"
-        first = next(name for name in layout.tensors if find_trainer_matrix(name))
+        first = next(name for name in layout.tensors if parse_lora_matrix_name(name))
         raise Usage(message, path=path, tensor=first, hint="pass --base MODEL")
     pairs: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # matrix names by (module, part), then "A" and "B"
     for name in layout.tensors:
-        if (matrix := find_trainer_matrix(name)) is not None:
+        if (matrix := parse_lora_matrix_name(name)) is not None:
             pairs[matrix.module, matrix.part][matrix.kind] = name
     unpaired = next((name for names in pairs.values() for name in names.values() if len(names) < 2), None)
     if unpaired is not None:
@@ -95,24 +95,26 @@ def with_hub_names(weights: Weights, path: Path, base: str | None) -> Weights:
 
 
 def hub_matrices(
-    found: Layout, pairs: Mapping[tuple[str, str], Mapping[str, str]], sizes: Sizes
+    layout: Layout, pairs: Mapping[tuple[str, str], Mapping[str, str]], sizes: Sizes
 ) -> Iterator[tuple[str, StoredTensor, str]]:
     """Yield each matrix as (new PEFT name, tensor, old name)."""
     for (module, part), names in pairs.items():
-        a, b = (found.tensors[names[kind]] for kind in "AB")
+        a, b = (layout.tensors[names[kind]] for kind in "AB")
         try:
             named = list(hub_weights_with_matrices(module, part, a, b, sizes))
         except Mismatch as error:
-            raise Mismatch(error.message, path=found.root, tensor=names["B"], hint=error.hint) from None
+            raise Mismatch(error.message, path=layout.root, tensor=names["B"], hint=error.hint) from None
         for new, one, other in named:
             for kind, tensor in (("A", one), ("B", other)):
                 yield f"{new.removesuffix('.weight')}.lora_{kind}.{DEFAULT}.weight", tensor, names[kind]
 
 
-def hub_full_modules(found: Layout, wholes: Mapping[str, str], sizes: Sizes) -> Iterator[tuple[str, StoredTensor, str]]:
+def hub_full_modules(
+    layout: Layout, full_modules: Mapping[str, str], sizes: Sizes
+) -> Iterator[tuple[str, StoredTensor, str]]:
     """Yield the tensors of fully trained modules, without padding, as (new name, tensor, old name)."""
-    for name, own_name in wholes.items():
-        for new, tensor in MEGATRON.to_hub({own_name: found.tensors[name]}, sizes).tensors.items():
+    for name, own_name in full_modules.items():
+        for new, tensor in MEGATRON.to_hub({own_name: layout.tensors[name]}, sizes).tensors.items():
             module, _, leaf = new.rpartition(".")
             yield f"{module}.modules_to_save.{DEFAULT}.{leaf}", tensor, name
 
@@ -124,7 +126,7 @@ def require_supported_adapter(layout: Layout) -> None:
         match = _SWIFT.fullmatch(name)
         full_module = _WHOLE.fullmatch(name)
         adapters |= {match[4]} if match else {full_module[2]} if full_module else set()
-        matrix = find_trainer_matrix(name)
+        matrix = parse_lora_matrix_name(name)
         hint = "merge the adapter with the trainer that wrote it, and convert the model"
         if matrix is not None and ".experts." in name:
             raise Unsupported("an adapter of experts under Megatron's names", path=layout.path, tensor=name, hint=hint)
@@ -147,7 +149,7 @@ def hub_weights_with_matrices(
     rows = b
     if part:  # zeros in the shape of a B for all parts, to find the Hub's names of the parts
         *stacked, _, rank = b.spec.shape
-        groups, per_group, width = attention_head_sizes(sizes)
+        groups, per_group, width = grouped_query_head_sizes(sizes)
         row_count = groups * (per_group + 2) * width if module.endswith("linear_qkv") else 2 * b.spec.shape[-2]
         shape = (*stacked, row_count, rank)
         rows = StoredTensor(Spec(b.spec.dtype, shape), (Chunk.of_zeros(full_box(shape), b.spec.dtype),))

@@ -67,7 +67,7 @@ def check_arguments_against_config(checkpoint: Layout, sizes: Sizes) -> None:
         message = f"Megatron's arguments say hybrid_layer_pattern {pattern}: the layers are those of a HybridModel"
         to_gpt = "convert it with Megatron's tools/checkpoint/gpt_hybrid_conversion.py --direction hybrid-to-gpt"
         raise Unsupported(message, hint=to_gpt if set(pattern) <= _OF_GPT else _KEEP_NAMES)
-    for name, saved, wanted in sizes_in_both(args, sizes):
+    for name, saved, wanted in sizes_to_compare(args, sizes):
         if saved != wanted:
             hint = "check that config.json belongs to this model"
             raise Mismatch(f"expected {name} {wanted} (config.json), found {saved} in Megatron's arguments", hint=hint)
@@ -152,7 +152,7 @@ def check_hybrid_model(checkpoint: Layout, args: Mapping[str, Any], pattern: obj
         )
 
 
-def sizes_in_both(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
+def sizes_to_compare(args: Mapping[str, Any], sizes: Sizes) -> Iterator[tuple[str, int, int]]:
     """Yield the sizes in the arguments as (name, size in the arguments, size in the config)."""
     groups = "num_attention_heads" if args.get("group_query_attention") is False else "num_query_groups"
     symbols = [("hidden_size", "hidden"), ("num_attention_heads", "heads")]

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, flatten_file
-from ckptkit.formats.archives.state_files import archive_extents_of, check_files
+from ckptkit.formats.archives.state_files import archive_extents_of, report_truncated_files
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.rank_names import read_each_file
@@ -31,7 +31,7 @@ from ckptkit.plugins.megatron.saved import (
     Rank,
     SavedRank,
     expected_directory_names_by_rank,
-    find_directories,
+    find_rank_directories,
     is_per_rank_layer_state,
     is_rank_directory,
     require_rank_file,
@@ -55,7 +55,7 @@ class LayoutBuilder:
         for name, joined in self.job.join_model_tensors().items():
             self.put_entry((_MODEL, name), joined.tensor, joined.spares)
         for i, saved in enumerate(self.job.ranks.values()):
-            for run, flat in saved.flat_models_by_run.items():
+            for run, flat in saved.models_by_virtual_stage.items():
                 rank_entries: dict[str, StoredTensor | Blob] = {**flat.blobs}
                 rank_entries |= {name: tensor for name, tensor in flat.tensors.items() if is_per_rank_layer_state(name)}
                 for name, entry in rank_entries.items():
@@ -68,7 +68,7 @@ class LayoutBuilder:
         with suppress(Uncertain):
             optimizers = {rank: read_named_optimizer(saved) for rank, saved in ranks.items()}
             first = optimizers[Rank(0, 0, 0)]
-            named = {rank: alike for rank, one in optimizers.items() if (alike := one.find_in_order_of(first))}
+            named = {rank: alike for rank, one in optimizers.items() if (alike := one.with_group_order_of(first))}
         if len(named) == len(ranks):
             self.add_named_optimizers(named)
         else:
@@ -106,8 +106,8 @@ class LayoutBuilder:
             value_by_rank = {rank: optimizer.others.get(key) for rank, optimizer in named.items()}
             self.add_once_or_per_rank((OPTIMIZER,), key, value_by_rank)
 
-    def global_name(self, name: str, run: int, rank: Rank) -> str:
-        return self.job.numbering.full_model_name(name, (run, rank.stage), rank.expert)
+    def global_name(self, name: str, virtual_stage: int, rank: Rank) -> str:
+        return self.job.numbering.full_model_name(name, (virtual_stage, rank.stage), rank.expert)
 
     def add_other_entries(self) -> None:
         """Add the entries outside model and optimizer: once if they are equal on all ranks, or else per rank."""
@@ -154,25 +154,25 @@ class Megatron(FormatReader):
     is_sharded = True
 
     def owns_file(self, name: str) -> bool:
-        return bool(find_directories([name]))
+        return bool(find_rank_directories([name]))
 
     def rank_of(self, name: str) -> int | None:
-        numbers = find_directories([name]).get(name)
+        numbers = find_rank_directories([name]).get(name)
         return int("".join(f"{number:04d}" for number in numbers)) if numbers else None
 
     def detect(self, path: Path) -> bool:
         """Return True for a directory with rank directories, for a rank directory, and for the file in it."""
         if path.is_dir():
-            paths = (path, *(path / name for name in find_directories(names_in(path))))
+            paths = (path, *(path / name for name in find_rank_directories(names_in(path))))
             return any(map(is_rank_directory, paths))
         return path.name in FILES and is_existing_path(path)
 
     def check_files_complete(self, path: Path, report: Report) -> None:
         root, files = find_root_and_rank_files(path, report)
-        directories = find_directories(files)
+        directories = find_rank_directories(files)
         if len(set(map(len, directories.values()))) == 1 and len(directories) > 1:
             expected_directory_names_by_rank(root, directories, None, has_stages=True, report=report)
-        check_files(root, (file for file in files.values() if is_existing_path(root / file)), report)
+        report_truncated_files(root, (file for file in files.values() if is_existing_path(root / file)), report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the full model; the optimizer is by name if its parameters are certain.
@@ -185,7 +185,7 @@ class Megatron(FormatReader):
         existing = {name: file for name, file in files.items() if is_existing_path(root / file)}
         saved = read_each_file(root, existing, lambda _, file: SavedRank.read(root, file), report, needs_one=True)
         job = SavedJob(root, assign_ranks(root, files, saved, report))
-        check_job(job)
+        check_ranks_consistent(job)
         result = LayoutBuilder(job)
         result.add_model()
         result.add_optimizer(report)
@@ -205,9 +205,9 @@ def find_root_and_rank_files(path: Path, report: Report) -> tuple[Path, dict[str
     other ranks.
     """
     if path.is_dir() and not is_rank_directory(path):
-        return path, {name: require_rank_file(path, name, report) for name in find_directories(names_in(path))}
+        return path, {name: require_rank_file(path, name, report) for name in find_rank_directories(names_in(path))}
     folder = path if path.is_dir() else path.parent
-    rank_count = len(find_directories(names_in(folder.parent))) if find_directories([folder.name]) else 1
+    rank_count = len(find_rank_directories(names_in(folder.parent))) if find_rank_directories([folder.name]) else 1
     name = path.name if not path.is_dir() else next(name for name in FILES if is_existing_path(path / name))
     sizes = SavedRank.read(folder, name).find_grid_sizes
     if rank_count > 1 or (sizes and sizes != (1, 1, 1)):
@@ -224,7 +224,7 @@ def assign_ranks(
         return {Rank(0, 0, 0): saved[""]}
     sizes = next(iter(saved.values())).find_grid_sizes
     has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_word_embedding, saved.values()))
-    directory_names = expected_directory_names_by_rank(root, find_directories(files), sizes, has_stages, report)
+    directory_names = expected_directory_names_by_rank(root, find_rank_directories(files), sizes, has_stages, report)
     of_stages = {rank.stage: saved[name] for rank, name in directory_names.items() if name in saved}
     ranks: dict[Rank, SavedRank] = {}
     for rank, name in sorted(directory_names.items()):
@@ -241,10 +241,10 @@ def assign_ranks(
 
 def has_word_embedding(saved: SavedRank) -> bool:
     """Return whether a rank has the word embedding, which only the first pipeline stage has."""
-    return any(name.endswith(_EMBEDDING) for run in saved.flat_models_by_run for name in saved.specs(run))
+    return any(name.endswith(_EMBEDDING) for run in saved.models_by_virtual_stage for name in saved.specs(run))
 
 
-def check_job(job: SavedJob) -> None:
+def check_ranks_consistent(job: SavedJob) -> None:
     """Raise `Corrupt` if the files come from several saves, or from jobs of different sizes.
 
     Raises `Unsupported` for ways to split a model that the directory names do not show.

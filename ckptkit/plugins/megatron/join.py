@@ -69,13 +69,13 @@ _NARROWED = re.compile(r"(?:.*\.)?linear_(q|kv)_down_proj\.weight")
 _SIZES = {"q": ("q_lora_rank",), "kv": ("kv_lora_rank", "qk_pos_emb_head_dim")}
 
 
-def with_current_row_order(tensor: StoredTensor, local: str, version: float, heads: int) -> StoredTensor:
+def with_current_row_order(tensor: StoredTensor, local_name: str, version: float, heads: int) -> StoredTensor:
     """Return a fused tensor with its rows in the order of version 2; other tensors are returned unchanged.
 
     `heads` is the number of heads on this rank. Raises `Corrupt` if the heads do not divide the rows, `Unsupported` for
     an unknown version.
     """
-    match = _FUSED.fullmatch(local)
+    match = _FUSED.fullmatch(local_name)
     if match is None or version >= CURRENT:
         return tensor
     if version not in (0, 1):
@@ -110,22 +110,24 @@ class Numbering:
     layers: Mapping[tuple[str, Run], range]
     experts: int
 
-    def full_model_name(self, name: str, run: Run, expert_rank: int) -> str:
+    def full_model_name(self, name: str, virtual_stage: Run, expert_rank: int) -> str:
         experts = range(expert_rank * self.experts, (expert_rank + 1) * self.experts)
         match = _LAYER.fullmatch(name)
         if match:
-            name = f"{match[1]}{global_index(self.layers.get((match[1], run), range(0)), match[2])}{match[3]}"
+            name = f"{match[1]}{global_index(self.layers.get((match[1], virtual_stage), range(0)), match[2])}{match[3]}"
         match = _EXPERT.fullmatch(name)
         return f"{match[1]}{global_index(experts, match[2])}{match[3]}" if match else name
 
 
-def global_index(numbers: range, text: str) -> int:
+def global_index(global_indices: range, local_index: str) -> int:
     """Return the global index of a local index. Raises `Corrupt` if the local index is out of range."""
-    local = parse_index(text)
-    if local >= len(numbers):
-        message = f"expected numbers of layers or experts below {len(numbers)}, as on the first rank, found {local}"
+    local = parse_index(local_index)
+    if local >= len(global_indices):
+        message = (
+            f"expected numbers of layers or experts below {len(global_indices)}, as on the first rank, found {local}"
+        )
         raise Corrupt(message)
-    return numbers[local]
+    return global_indices[local]
 
 
 def parse_index(text: str) -> int:
@@ -166,7 +168,7 @@ class SavedJob:
         return sorted(
             (run, rank.stage)
             for rank, saved in self.ranks.items()
-            for run in saved.flat_models_by_run
+            for run in saved.models_by_virtual_stage
             if rank.tensor == rank.expert == 0
         )
 
@@ -217,10 +219,10 @@ class SavedJob:
         return tensors
 
     def shards_by_tensor(
-        self, tensors_by_rank: TensorsByRank, run: int, first: Rank
+        self, tensors_by_rank: TensorsByRank, virtual_stage: int, first: Rank
     ) -> Iterator[tuple[str, str, list[StoredTensor]]]:
         """Yield each tensor of a run of layers: global name, local name, and the shard of each tensor-parallel rank."""
-        by_rank = [tensors_by_rank[first._replace(tensor=i)].get(run, {}) for i in range(self.sizes.tensor)]
+        by_rank = [tensors_by_rank[first._replace(tensor=i)].get(virtual_stage, {}) for i in range(self.sizes.tensor)]
         for i, on_rank in enumerate(by_rank):
             missing = by_rank[0].keys() ^ on_rank.keys()
             if missing:
@@ -228,7 +230,7 @@ class SavedJob:
                 raise Corrupt("some tensor-parallel ranks do not have this tensor", path=path, tensor=min(missing))
         for local in by_rank[0]:
             with errors_at(path=self.root / self.ranks[first].path, tensor=local):
-                name = self.numbering.full_model_name(local, (run, first.stage), first.expert)
+                name = self.numbering.full_model_name(local, (virtual_stage, first.stage), first.expert)
             yield name, local, [on_rank[local] for on_rank in by_rank]
 
     @cached_property
@@ -258,10 +260,10 @@ class SavedJob:
         count = self.ranks[Rank(0, 0, 0)].job_arguments.get("num_attention_heads")
         return count // self.sizes.tensor if type(count) is int and count % self.sizes.tensor == 0 else 0
 
-    def join_shards(self, local: str, shards: list[StoredTensor], run: int, stage: int) -> StoredTensor:
+    def join_shards(self, local_name: str, shards: list[StoredTensor], virtual_stage: int, stage: int) -> StoredTensor:
         """Return the tensor joined from the shards of all tensor-parallel ranks, by the rule for its name."""
         ranks, experts = self.sizes.tensor, self.sizes.experts
-        if local.endswith(_GROUPED) and max(ranks, experts) > 1:
+        if local_name.endswith(_GROUPED) and max(ranks, experts) > 1:
             message = f"ckptkit does not read experts that each of {ranks * experts} ranks fused into one tensor"
             raise Unsupported(message)
         if not shards[0].spec.shape:  # the step of an optimizer
@@ -269,10 +271,10 @@ class SavedJob:
         first = self.ranks[Rank(0, stage, 0)]
         recorded = first.find_number(VERSION) or 0
         if recorded < self.row_order_version:
-            shards = [with_current_row_order(part, local, recorded, self.heads_per_rank) for part in shards]
+            shards = [with_current_row_order(part, local_name, recorded, self.heads_per_rank) for part in shards]
         if len(shards) == 1:
             return shards[0]
-        return join_by_rule(shards, join_rule_for(local, first.specs(run), ranks, first.job_arguments))
+        return join_by_rule(shards, join_rule_for(local_name, first.specs(virtual_stage), ranks, first.job_arguments))
 
 
 def with_replicas(
@@ -325,13 +327,13 @@ def join_rule_for(name: str, specs: Mapping[str, Spec], ranks: int, args: Mappin
     return BY_HALVES if rows == 2 * inner else BY_ROWS
 
 
-def join_rule_for_mamba(rows: int, others: tuple[Spec | None, Spec | None], *, has_gates: bool) -> JoinRule:
+def join_rule_for_mamba(rows: int, out_and_dt_bias: tuple[Spec | None, Spec | None], *, has_gates: bool) -> JoinRule:
     """Return how ranks split a Mamba tensor with rows of x, B and C, and with `has_gates` also of z and dt.
 
-    `others` are the output projection, whose columns are the channels of x, and the bias of dt, which has one value per
-    head.
+    `out_and_dt_bias` are the output projection, whose columns are the channels of x, and the bias of dt, which has one
+    value per head.
     """
-    out, bias = others
+    out, bias = out_and_dt_bias
     if out is None or bias is None or len(out.shape) != 2 or len(bias.shape) != 1:
         raise Unsupported("out_proj or dt_bias is missing, whose shapes show where the parts of this tensor begin")
     (inner, heads) = out.shape[1], bias.shape[0]

@@ -63,7 +63,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
     )
 
 
-def name_to_write(name: str, sizes: Sizes) -> str:
+def norm_name_to_write(name: str, sizes: Sizes) -> str:
     """Return the name under which to write a norm: without experts, the norm before the MLP is inside `linear_fc1`."""
     outline = outline_of(name)
     if outline == "decoder.layers.#.norm.weight":
@@ -150,7 +150,7 @@ MEGATRON = Family(
     name="megatron",
     drops=(r".*\._extra_state", r"(.*\.)?rotary_pos_emb\.inv_freq", r".*\.router\.local_tokens_per_expert"),
     rules=rules,
-    written_as=name_to_write,
+    written_as=norm_name_to_write,
     types=_TYPES,
     check=check_arguments_against_config,
     describe=computation_arguments_of,

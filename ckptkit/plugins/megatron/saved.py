@@ -18,7 +18,7 @@ from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, 
 from ckptkit.formats.archives.flatten import FlatState, Flattening, find_dict_items
 from ckptkit.formats.archives.state_files import StateFile, read_state_file
 from ckptkit.formats.pickles.inert_pickle import Record
-from ckptkit.formats.shards.join import as_lost_tensors
+from ckptkit.formats.shards.join import as_unreadable_tensors
 from ckptkit.io.file import is_existing_path, names_in
 from ckptkit.layout import Spec, StoredTensor
 
@@ -48,7 +48,7 @@ class Rank(NamedTuple):
     expert: int
 
 
-def find_directories(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def find_rank_directories(names: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """Return the rank directories among the names, with the numbers in their names, sorted by these."""
     matches = filter(None, map(_RANK.fullmatch, names))
     directories = {match[0]: (int(match[1]), *(int(n) for n in match[2].split("_") if n)) for match in matches}
@@ -186,7 +186,7 @@ class SavedRank:
         return sizes
 
     @cached_property
-    def flat_models_by_run(self) -> Mapping[int, FlatState]:
+    def models_by_virtual_stage(self) -> Mapping[int, FlatState]:
         """Return the tensors and entries of the model by run of layers (0 if there is only one)."""
         key_of_run = {int(match[1] or 0): key for key in self.entries if (match := _MODEL.fullmatch(key))}
         return {run: self.flatten(self.entries[key]) for run, key in sorted(key_of_run.items())}
@@ -196,11 +196,11 @@ class SavedRank:
         """Return the model tensors by run, without per-rank layer state."""
         return {
             run: {name: tensor for name, tensor in flat.tensors.items() if not is_per_rank_layer_state(name)}
-            for run, flat in self.flat_models_by_run.items()
+            for run, flat in self.models_by_virtual_stage.items()
         }
 
-    def specs(self, run: int) -> Mapping[str, Spec]:
-        return {name: tensor.spec for name, tensor in self.weights[run].items()}
+    def specs(self, virtual_stage: int) -> Mapping[str, Spec]:
+        return {name: tensor.spec for name, tensor in self.weights[virtual_stage].items()}
 
     @property
     def other_entries(self) -> Mapping[str, Any]:
@@ -211,7 +211,7 @@ class SavedRank:
         flattening = Flattening(self.state.entries, self.path)
         with errors_at(path=self.root / self.path):
             flattening.add_nested(value, ())
-        return as_lost_tensors(flattening.flat, self.path) if self.is_lost else flattening.flat
+        return as_unreadable_tensors(flattening.flat, self.path) if self.is_lost else flattening.flat
 
 
 def is_plausible_number(value: object) -> TypeGuard[int | float]:

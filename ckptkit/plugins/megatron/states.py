@@ -18,7 +18,7 @@ from ckptkit.formats.archives.flatten import FlatState, find_dict_items
 from ckptkit.formats.archives.values import find_parameter_indices_by_group
 from ckptkit.layout import Blob, Spec, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_certain, match_in_order
+from ckptkit.layout.matching import find_certain_match, match_in_order
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.megatron.saved import OPTIMIZER, SavedRank
 
@@ -44,7 +44,7 @@ class NamedOptimizer:
     settings: list[dict[str, Any]] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
 
-    def find_in_order_of(self, other: NamedOptimizer) -> NamedOptimizer | None:
+    def with_group_order_of(self, other: NamedOptimizer) -> NamedOptimizer | None:
         """Return the optimizer with its groups in the order of another rank; None if the groups differ.
 
         A rank orders its groups by the first parameter in each of them.
@@ -64,16 +64,16 @@ class Uncertain(Exception):
 
 def read_named_optimizer(saved: SavedRank) -> NamedOptimizer:
     """Return the optimizer in the file of a rank by parameter name. Raises `Uncertain` if the names are not certain."""
-    outer = dict_or_uncertain(saved.entries.get(OPTIMIZER))
-    inner = dict_or_uncertain(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
-    groups = [dict_or_uncertain(group) for group in list_or_uncertain(inner.get("param_groups"))]
+    outer = require_certain_dict(saved.entries.get(OPTIMIZER))
+    inner = require_certain_dict(outer[OPTIMIZER]) if OPTIMIZER in outer else outer
+    groups = [require_certain_dict(group) for group in require_certain_list(inner.get("param_groups"))]
     numbers = find_parameter_indices_by_group(inner)
     if numbers is None:
         raise Uncertain
-    indices, states = list(chain.from_iterable(numbers)), dict_or_uncertain(inner.get("state"))
+    indices, states = list(chain.from_iterable(numbers)), require_certain_dict(inner.get("state"))
     if not states.keys() <= set(indices):
         raise Uncertain
-    known = {number: dict_or_uncertain(states.get(number, {})) for number in indices}
+    known = {number: require_certain_dict(states.get(number, {})) for number in indices}
     flats = {number: flatten_state(saved, state) for number, state in known.items() if state}
     parameter_of = match_by_shape_and_decay(saved, groups, numbers, flats)
     members = [[parameter_of[number] for number in group] for group in numbers]
@@ -84,7 +84,7 @@ def read_named_optimizer(saved: SavedRank) -> NamedOptimizer:
         add_state(named, parameter_of[number], flat)
     named.others.update({key: value for key, value in inner.items() if key not in ("state", "param_groups")})
     if outer is not inner:
-        add_masters(named, saved, list_or_uncertain(outer.get(_MASTERS, [])))
+        add_masters(named, saved, require_certain_list(outer.get(_MASTERS, [])))
         named.others.update({key: value for key, value in outer.items() if key not in (OPTIMIZER, _MASTERS)})
     return named
 
@@ -100,7 +100,7 @@ def flatten_state(saved: SavedRank, state: dict[Any, Any]) -> FlatState:
 def match_by_shape_and_decay(
     saved: SavedRank,
     groups: Sequence[Mapping[str, Any]],
-    numbers: Sequence[Sequence[int]],
+    indices_by_group: Sequence[Sequence[int]],
     flats: Mapping[int, FlatState],
 ) -> dict[int, Parameter]:
     """Return the parameter of each index, using shapes and weight decay. Raises `Uncertain`."""
@@ -117,14 +117,14 @@ def match_by_shape_and_decay(
 
     parameters = {
         (run, name, spec): spec.shape
-        for run in saved.flat_models_by_run
+        for run in saved.models_by_virtual_stage
         for name, spec in saved.specs(run).items()
         if not name.endswith(_BUFFERS)
     }
     shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
     if any(PARAM_NAMES in group for group in groups):
-        return match_by_names_in_groups(groups, numbers, shapes, parameters)
-    matched = find_certain(match_in_order, numbers, shapes, parameters, may_hold)
+        return match_by_names_in_groups(groups, indices_by_group, shapes, parameters)
+    matched = find_certain_match(match_in_order, indices_by_group, shapes, parameters, may_hold)
     if matched is None:
         raise Uncertain
     return matched
@@ -132,14 +132,14 @@ def match_by_shape_and_decay(
 
 def match_by_names_in_groups(
     groups: Sequence[Mapping[str, Any]],
-    numbers: Sequence[Sequence[int]],
+    indices_by_group: Sequence[Sequence[int]],
     shapes: Mapping[int, Shape],
     parameters: Mapping[Parameter, Shape],
 ) -> dict[int, Parameter]:
     """Return the parameter of each index, using the names that the groups record. Raises `Uncertain`."""
     known = {name: (run, name, spec) for run, name, spec in parameters}
     try:
-        recorded = read_recorded_names(numbers, [group.get(PARAM_NAMES) for group in groups])
+        recorded = read_recorded_names(indices_by_group, [group.get(PARAM_NAMES) for group in groups])
         matched = parameters_by_index(recorded, shapes, {name: spec.shape for name, (_, _, spec) in known.items()})
     except (Mismatch, Unsupported):
         raise Uncertain from None
@@ -170,16 +170,16 @@ def add_masters(named: NamedOptimizer, saved: SavedRank, masters: Sequence[Any])
         raise Uncertain
     for members, values in zip(named.groups, masters, strict=False):
         narrow = {member: member[2].shape for member in members if member[2].dtype.name in _NARROW}
-        flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in list_or_uncertain(values)))
+        flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in require_certain_list(values)))
         shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
-        matched = find_certain(match_in_order, [list(flats)], shapes, narrow)
+        matched = find_certain_match(match_in_order, [list(flats)], shapes, narrow)
         if matched is None:
             raise Uncertain
         for number, flat in flats.items():
             add_state(named, matched[number], flat)
 
 
-def dict_or_uncertain(value: Any) -> dict[Any, Any]:
+def require_certain_dict(value: Any) -> dict[Any, Any]:
     """Return a pickled dict of any class as a dict. Raises `Uncertain` for anything else."""
     pairs = find_dict_items(value)
     if pairs is None:
@@ -187,7 +187,7 @@ def dict_or_uncertain(value: Any) -> dict[Any, Any]:
     return dict(pairs)
 
 
-def list_or_uncertain(value: Any) -> list[Any]:
+def require_certain_list(value: Any) -> list[Any]:
     """Return the value if it is a list. Raises `Uncertain` for anything else."""
     if not isinstance(value, list):
         raise Uncertain

@@ -46,17 +46,19 @@ class ObjectBucket:
         with self._translate_errors(key):
             put(self.store, key, data, chunk_size=_AT_ONCE)
 
-    def try_put_object(self, key: str, data: bytes | bytearray | memoryview, seen: UpdateVersion | None = None) -> bool:
-        """Create an object in one request or, with `seen`, replace it if it still has this version.
+    def try_put_object(
+        self, key: str, data: bytes | bytearray | memoryview, expected_version: UpdateVersion | None = None
+    ) -> bool:
+        """Create an object in one request or, with `expected_version`, replace it if it still has this version.
 
         Returns False, and changes nothing, if the object exists, or if its version has changed.
         """
         from obstore import put
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        refusal = AlreadyExistsError if seen is None else PreconditionError
+        refusal = AlreadyExistsError if expected_version is None else PreconditionError
         with self._translate_errors(key), suppress(refusal):
-            put(self.store, key, data, mode="create" if seen is None else seen)
+            put(self.store, key, data, mode="create" if expected_version is None else expected_version)
             return True
         return False
 

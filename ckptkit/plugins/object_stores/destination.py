@@ -71,13 +71,13 @@ class ObjectDestination(StoreOutput):
             self._delete_notes_and_claim()
             self._start_new_upload(overwrite=True, check=lambda: ())
         else:
-            raise self._place.claimed_error(previous[0])
+            raise self._upload_target.claimed_error(previous[0])
 
     def join_upload(self) -> None:
         """Join an upload that another process has claimed, to send full files; see `Destination`."""
         previous = self._read_claim()
         if previous is None or previous[0].plan != self.plan:
-            raise self._place.no_claim_error()
+            raise self._upload_target.no_claim_error()
         self._owner = previous[0].owner
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
@@ -98,7 +98,7 @@ class ObjectDestination(StoreOutput):
             stream.stop(error)
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002 - nobody compares it
-        self._bucket.put_object(self._place.object_key(name), content)
+        self._bucket.put_object(self._upload_target.object_key(name), content)
         self._add_sent_file(name, len(content), len(content))
 
     def finish_file(self, name: str, crc32: int) -> None:
@@ -107,7 +107,7 @@ class ObjectDestination(StoreOutput):
             return
         if name in self._streams:
             self._require_sizes()
-            if self._bucket.find_object_meta(self._place.object_key(name)) is not None:
+            if self._bucket.find_object_meta(self._upload_target.object_key(name)) is not None:
                 raise self._occupied_error(name)
             self._finish_stream(name)
         sent = self.whole[name]
@@ -123,7 +123,7 @@ class ObjectDestination(StoreOutput):
         """
         self._require_sizes()
         self._require_claim()
-        key = self._place.object_key(name)
+        key = self._upload_target.object_key(name)
         if self._bucket.try_put_object(key, content):
             self._add_sent_file(name, len(content), len(content))
         elif (existing := self._bucket.find_content_and_version(key)) is None or existing[0] != content:
@@ -153,26 +153,26 @@ class ObjectDestination(StoreOutput):
             raise destination_exists_error(self.path)
         first = list(check()) if existing else []
         claim = StoreClaim.begin(self.plan, owner=self._owner)
-        if not self._bucket.try_put_object(self._place.claim_key, claim.to_bytes()):
+        if not self._bucket.try_put_object(self._upload_target.claim_key, claim.to_bytes()):
             previous = self._read_claim()
             # our own claim may exist: the response to a first request was lost
             if previous is None or previous[0].owner != self._owner:
-                raise self._place.taken_meanwhile_error()
+                raise self._upload_target.taken_meanwhile_error()
         self._delete_in_order(existing, first)
 
-    def _take_over_upload(self, previous: StoreClaim, seen: UpdateVersion) -> None:
+    def _take_over_upload(self, previous: StoreClaim, expected_version: UpdateVersion) -> None:
         """Resume an upload and take over its claim. A process that still works on it loses the claim."""
         ours = replace(StoreClaim.begin(self.plan, owner=self._owner), started=previous.started)
-        if not self._bucket.try_put_object(self._place.claim_key, ours.to_bytes(), seen):
+        if not self._bucket.try_put_object(self._upload_target.claim_key, ours.to_bytes(), expected_version):
             self._require_claim()
         self.resumed = True
         existing = self._existing_files()
-        noted = self._bucket.list_objects(self._place.notes_prefix.rstrip("/"))
+        noted = self._bucket.list_objects(self._upload_target.notes_prefix.rstrip("/"))
         large = [name for name, size in self.sizes.items() if name in existing and is_sent_in_pieces(size)]
         with_note = [name for name in large if self._note_key(name) in noted]
         read = map_in_parallel(self._bucket.find_content_and_version, map(self._note_key, with_note))
         for name, note in zip(with_note, read, strict=True):
-            sent = None if note is None else find_sent_file_in(note[0])
+            sent = None if note is None else parse_sent_file_note(note[0])
             if sent is not None and existing[name] == (sent.nbytes, sent.tag):
                 self.whole[name] = sent
                 self._sent[name] = sent.nbytes
@@ -181,14 +181,14 @@ class ObjectDestination(StoreOutput):
     def _delete_in_order(self, existing: Iterable[str], first: Iterable[str]) -> None:
         """Delete files: first those in `first`, then the markers, then all others."""
         for name in dict.fromkeys((*first, *(name for name in self.marks if name in existing))):
-            self._bucket.delete_objects([self._place.object_key(name)])
-        self._bucket.delete_objects([self._place.object_key(name) for name in existing])
+            self._bucket.delete_objects([self._upload_target.object_key(name)])
+        self._bucket.delete_objects([self._upload_target.object_key(name) for name in existing])
 
     def _write_piece(self, piece: FilePiece, data: memoryview) -> None:
         """Add the next byte range to the stream of its file. A marker stays invisible until `finish_file`."""
         name = piece.name
         if piece.number == 1:
-            stream = ObjectStream(self._bucket, self._place.object_key(name), piece_size_for(self.sizes[name]))
+            stream = ObjectStream(self._bucket, self._upload_target.object_key(name), piece_size_for(self.sizes[name]))
             with self._lock:
                 self._streams[name] = stream
         self._sums[name] = combine_crc32(self._sums.get(name, 0), crc32(data), len(data))
@@ -203,7 +203,7 @@ class ObjectDestination(StoreOutput):
         result = self._streams[name].finish()
         with self._lock:
             del self._streams[name]
-        meta = self._bucket.find_object_meta(self._place.object_key(name))
+        meta = self._bucket.find_object_meta(self._upload_target.object_key(name))
         if meta is None or meta["size"] != self.sizes[name]:
             message = f"expected {self.sizes[name]} bytes, found {meta['size'] if meta else 'no object'}"
             raise IOFailure(message, path=self.path / name, hint="delete this object, then run the same command again")
@@ -231,19 +231,19 @@ class ObjectDestination(StoreOutput):
         current = self._read_claim()
         if current is None or current[0].owner != self._owner:
             goes_on = current is not None and current[0].plan == self.plan
-            raise self._place.lost_claim_error("goes on with" if goes_on else "has canceled")
+            raise self._upload_target.lost_claim_error("goes on with" if goes_on else "has canceled")
 
     def _occupied_error(self, name: str) -> Occupied:
         hint = "delete this object, then run the same command again"
         return Occupied("another object is there", path=self.path / name, hint=hint)
 
     def _read_claim(self) -> tuple[StoreClaim, UpdateVersion] | None:
-        content = self._bucket.find_content_and_version(self._place.claim_key)
-        return None if content is None else (self._place.parse_claim(content[0]), content[1])
+        content = self._bucket.find_content_and_version(self._upload_target.claim_key)
+        return None if content is None else (self._upload_target.parse_claim(content[0]), content[1])
 
     def _delete_notes_and_claim(self) -> None:
-        self._bucket.delete_objects(list(self._bucket.list_objects(self._place.notes_prefix.rstrip("/"))))
-        self._bucket.delete_objects([self._place.claim_key])
+        self._bucket.delete_objects(list(self._bucket.list_objects(self._upload_target.notes_prefix.rstrip("/"))))
+        self._bucket.delete_objects([self._upload_target.claim_key])
 
     def _existing_files(self) -> dict[str, tuple[int, str]]:
         """Return size and ETag of each existing file by name, without the claim and the notes."""
@@ -252,15 +252,17 @@ class ObjectDestination(StoreOutput):
             meta = self._bucket.find_object_meta(self.path.key)
             found = {} if meta is None else {name: meta}
         else:
-            base, listed = self._place.object_key(""), self._bucket.list_objects(self.path.key)
-            found = {key.removeprefix(base): listed[key] for key in listed if not self._place.is_claim_or_note(key)}
+            base, listed = self._upload_target.object_key(""), self._bucket.list_objects(self.path.key)
+            found = {
+                key.removeprefix(base): listed[key] for key in listed if not self._upload_target.is_claim_or_note(key)
+            }
         return {name: (meta["size"], (meta["e_tag"] or "").strip('"')) for name, meta in found.items()}
 
     def _note_key(self, name: str) -> str:
-        return f"{self._place.notes_prefix}{name}.json"
+        return f"{self._upload_target.notes_prefix}{name}.json"
 
 
-def find_sent_file_in(text: bytes) -> SentFile | None:
+def parse_sent_file_note(text: bytes) -> SentFile | None:
     """Return the completed file that a note describes; None if the note cannot be read."""
     try:
         nbytes, crc, tag = json.loads(text)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-def open_object_files(url: str) -> Store:
+def open_bucket_store(url: str) -> Store:
     """Return the bucket or container at `url`."""
     try:
         import obstore  # noqa: F401

@@ -104,7 +104,7 @@ def decompress_cell(chunk: Chunk, files: OpenFiles, path: Path) -> memoryview:
     return decompressed
 
 
-def description_range(name: str, driver: str, values: Mapping[str, Value]) -> list[Range]:
+def array_metadata_range(name: str, driver: str, values: Mapping[str, Value]) -> list[Range]:
     """Return the byte range of the JSON metadata of an array, if it is not inside an OCDBT node."""
     value = values.get(f"{name}/{_METADATA[driver]}")
     return [value.byte_range] if value is not None and value.content is None else []

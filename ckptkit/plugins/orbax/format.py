@@ -27,7 +27,7 @@ from ckptkit.io.file import (
 )
 from ckptkit.io.ranges import iterate_with_prefetch
 from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
-from ckptkit.plugins.orbax.arrays import description_range, tensor_of_array
+from ckptkit.plugins.orbax.arrays import array_metadata_range, tensor_of_array
 from ckptkit.plugins.orbax.values import MANIFEST, files_below, require_tensorstore, values_in_files, values_in_ocdbt
 
 # Read `_METADATA`, the JSON in which orbax lists the arrays of a tree.
@@ -137,7 +137,7 @@ class Orbax(FormatReader):
         tensors: dict[str, StoredTensor] = {}
         keys: dict[str, KeyPath] = dict(tree.arrays)
         absent: dict[str, str] = {}
-        ranges = partial(description_range, driver=tree.driver, values=values)
+        ranges = partial(array_metadata_range, driver=tree.driver, values=values)
         with OpenFiles(path, in_order=False) as files:
             for name in iterate_with_prefetch(path, tree.arrays, ranges):
                 try:

@@ -158,12 +158,12 @@ def find_arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
     return None
 
 
-def xla_inverse_root(hidden: int, *, is_rounded: bool) -> float:
-    """Return the factor with which XLA divides by the square root of `hidden`.
+def xla_inverse_root(hidden_size: int, *, is_rounded: bool) -> float:
+    """Return the factor with which XLA divides by the square root of `hidden_size`.
 
     The root is in float32, or in bfloat16 if `is_rounded`.
     """
-    fraction, exponent = frexp(hidden**0.5)
+    fraction, exponent = frexp(hidden_size**0.5)
     bits = 8 if is_rounded else 24  # of the fraction; `round` rounds half to even
     return 1 / ldexp(round(ldexp(fraction, bits)), exponent - bits)
 

@@ -16,7 +16,7 @@ from ckptkit.cli.output import (
     print_text_line,
     progress_bar,
     reserve_stdout,
-    to_plain,
+    to_json_value,
 )
 from ckptkit.cli.settings import Also, join_also_directories
 from ckptkit.errors import and_more
@@ -87,7 +87,7 @@ def prove(
             | {"equal": diff.is_equal, "different": [one.name for one in diff.different]}
             for diff in proved.tensors
         ]
-        logits = {"ok": proved.logits.is_ok, **to_plain(proved.logits)}
+        logits = {"ok": proved.logits.is_ok, **to_json_value(proved.logits)}
         configs = [pick(one, "key", "here", "there") for one in proved.configs]
         result = {"ok": proved.is_ok, **pick(proved, "out", "source", "notes", "unreached"), "configs": configs}
         result |= {"tensors": tensors, "logits": logits}

@@ -64,8 +64,8 @@ def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
         tokens=divergence.numel(),
         kl=float(divergence.mean()),
         max_kl=float(divergence.max()),
-        max_abs=largest_difference(ours, theirs),
-        unexplained=largest_difference(ours, alike),
+        max_abs=largest_logit_difference(ours, theirs),
+        unexplained=largest_logit_difference(ours, alike),
         scale=float(theirs.logits.abs().max()),
         same_choice=int((a.argmax(-1) == b.argmax(-1)).sum()),
         first=first,
@@ -73,7 +73,7 @@ def compare_logits(one: Runnable, two: Runnable, ids: Tensor) -> Logits:
     )
 
 
-def largest_difference(one: Outputs, two: Outputs) -> float:
+def largest_logit_difference(one: Outputs, two: Outputs) -> float:
     return float((one.logits - two.logits).abs().nan_to_num(nan=torch.inf).max())
 
 
@@ -107,7 +107,7 @@ class Forward:
         """
         with quiet_transformers(), torch.no_grad():
             model = deepcopy(self.source.meta.model).eval()
-            compute_buffers(model, self.source)
+            compute_non_persistent_buffers(model, self.source)
             tensors = LazyCheckpoint(self.source.layout)
             for name, block in modules_loaded_together(model):
                 self.add_loading_hooks(name, block, tensors)
@@ -131,7 +131,7 @@ class Forward:
         The second hook also records the output of the block.
         """
         # load a listed block with all submodules: it may use the weights of a submodule without calling it
-        owners = block.named_modules(remove_duplicate=False) if is_in_list(name) else [("", block)]
+        owners = block.named_modules(remove_duplicate=False) if is_in_module_list(name) else [("", block)]
         parameters = [
             (".".join(filter(None, (name, inside, own))), owner, own)
             for inside, owner in owners
@@ -153,7 +153,7 @@ class Forward:
         block.register_forward_hook(forget)
 
 
-def is_in_list(name: str) -> bool:
+def is_in_module_list(name: str) -> bool:
     """Return whether a module is an element of a ModuleList: its name ends with an index."""
     return name.rpartition(".")[2].isdecimal()
 
@@ -163,9 +163,9 @@ def modules_loaded_together(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
     waiting = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        if is_in_list(name) or any(True for _ in saved_tensors_of(module)):
+        if is_in_module_list(name) or any(True for _ in saved_tensors_of(module)):
             yield name, module
-        if not is_in_list(name):
+        if not is_in_module_list(name):
             waiting += [(f"{name}.{child}" if name else child, inside) for child, inside in module.named_children()]
 
 
@@ -180,11 +180,13 @@ def load_into_module(owner: nn.Module, name: str, stored: Tensor, rounded_to: DT
     """Load a tensor into a module, rounded to a dtype first if one is given; floats become float32."""
     if rounded_to is not None:
         stored = stored.to(getattr(torch, rounded_to.name))
-    tensor = empty_mapped(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(stored)
+    tensor = empty_in_own_mmap(stored.shape, torch.float32 if stored.is_floating_point() else stored.dtype).copy_(
+        stored
+    )
     replace_in_module(owner, name, tensor)
 
 
-def empty_mapped(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def empty_in_own_mmap(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return an empty tensor in its own memory mapping, so that freeing it returns the memory to the system.
 
     The C allocator may keep freed memory, and would then keep the memory of every block. A mapping also aligns all
@@ -205,7 +207,7 @@ def replace_in_module(owner: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(owner, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
 
 
-def compute_buffers(model: Any, source: Runnable) -> None:
+def compute_non_persistent_buffers(model: Any, source: Runnable) -> None:
     """Compute the buffers that no checkpoint contains, such as rotary frequencies, as transformers does.
 
     Source: transformers/modeling_utils.py, `_move_missing_keys_from_meta_to_device` and `_initialize_missing_keys`.

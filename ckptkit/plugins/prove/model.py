@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Mismatch, Unsupported, and_more
 from ckptkit.layout import Layout
-from ckptkit.layout.wrappers import may_be_adapted
+from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import require_equal_tied
 from ckptkit.models.names.naming import name_weights
@@ -47,7 +47,7 @@ class Runnable:
         model = Model(part=component, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
         model = model if named.rename else without_trainer_prefix(model)
         weights, remarks = model.weights, model.remarks
-        if may_be_adapted(weights.layout.tensors):
+        if may_be_adapter(weights.layout.tensors):
             hint = "run `ckptkit consolidate SRC MERGED --merge` first, and prove against MERGED"
             raise Unsupported("expected a model, found an adapter that is not merged", path=path, hint=hint)
         table = named.find_table_for(weights.layout.tensors)

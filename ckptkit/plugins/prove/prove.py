@@ -15,7 +15,7 @@ from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.io.file import read_small
 from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.io.progress import Progress
-from ckptkit.models.companions import Companions, find_companions, find_different_inputs
+from ckptkit.models.companions import Companions, different_preprocessing_files, find_companions
 from ckptkit.models.computation import ConfigDifference, describe_differences, rope_parameters_of
 from ckptkit.models.transformers_model import find_missing_model_package
 from ckptkit.plugins.prove.model import Logits, Runnable
@@ -46,19 +46,19 @@ _BY_LENGTH = {  # rope types that change at a length, and the config keys with t
 }
 
 
-def longest_lengths(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def largest_length_thresholds(configs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """Return the lengths in several configs; the maximum for each key."""
     lengths: dict[str, int] = {}
-    for key, length in (pair for config in configs for pair in computation_lengths_in(config)):
+    for key, length in (pair for config in configs for pair in length_thresholds_in(config)):
         lengths[key] = max(length, lengths.get(key, 0))
     return lengths
 
 
-def computation_lengths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def length_thresholds_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     """Yield the lengths in a config and its sections at which the computation changes."""
     for key, value in ((str(key), value) for key, value in config.items()):
         if isinstance(value, Mapping) and "vision" not in key and "audio" not in key:
-            yield from computation_lengths_in(value)
+            yield from length_thresholds_in(value)
         elif _WINDOW.fullmatch(key) and type(value) is int and value > 0:
             yield key, value
     rope = rope_parameters_of(config)
@@ -72,7 +72,7 @@ def computation_lengths_in(config: Mapping[str, Any]) -> Iterator[tuple[str, int
 def choose_token_count(configs: Sequence[Mapping[str, Any]]) -> int:
     """Return how many tokens to run: past as many of these lengths as fit."""
     most = min(map(affordable_token_count, configs))
-    reached = [length + _BEYOND for length in longest_lengths(configs).values() if length + _BEYOND <= most]
+    reached = [length + _BEYOND for length in largest_length_thresholds(configs).values() if length + _BEYOND <= most]
     positions = [number for config in configs if (number := find_position_limit(config)) is not None]
     length = max([_FEWEST, *reached])
     return length if length <= min(positions, default=length) else max(1, min(positions) - _RESERVED)
@@ -206,7 +206,9 @@ def prove(
         tuple(differences.values()),
         logits,
         configs=ModelFacts.of(ours).compare(ModelFacts.of(theirs, base_name)).differences,
-        unreached={key: length for key, length in longest_lengths(described).items() if length >= ids.shape[1]},
+        unreached={
+            key: length for key, length in largest_length_thresholds(described).items() if length >= ids.shape[1]
+        },
         notes=tuple(notes),
     )
 
@@ -217,7 +219,7 @@ def notes_on_unproved(ours: Companions, theirs: Companions, source: Path) -> Ite
         hint = "pass --base with the model that the training began with"
         ran = "it ran with the export's config.json, which this run does not prove"
         yield f"{source} has no config.json: {ran}; {hint}"
-    if different := find_different_inputs(ours, theirs):
+    if different := different_preprocessing_files(ours, theirs):
         subject = f"{', '.join(different)}: differs from {theirs.found_in}"
         yield f"{subject}; ckptkit did not prove that the models get the same inputs"
 

@@ -175,20 +175,22 @@ def matches_tensor(name: str, glob: str) -> bool:
     return fnmatchcase(name, glob) or fnmatchcase(name.removesuffix(".weight"), glob)
 
 
-def excluded_names(options: ConvertOptions, made_of: Mapping[str, Collection[str]], path: Path) -> set[str]:
+def excluded_names(
+    options: ConvertOptions, source_names_by_weight: Mapping[str, Collection[str]], path: Path
+) -> set[str]:
     """Return the weights that a glob of `--exclude-quantize` matches, by their names in the source, else in the output.
 
-    `made_of` gives the names in the source that each weight is made of. In the output, the name of a module matches,
-    too. Raises `Usage` for a glob that matches none.
+    `source_names_by_weight` gives the names in the source that each weight is made of. In the output, the name of a
+    module matches, too. Raises `Usage` for a glob that matches none.
     """
     excluded: set[str] = set()
     for glob in options.exclude_quantize:
-        matched = {name for name, olds in made_of.items() if any(fnmatchcase(old, glob) for old in olds)}
-        matched = matched or {name for name in made_of if matches_tensor(name, glob)}
+        matched = {name for name, olds in source_names_by_weight.items() if any(fnmatchcase(old, glob) for old in olds)}
+        matched = matched or {name for name in source_names_by_weight if matches_tensor(name, glob)}
         if not matched:
             what = "weight of a linear layer"
             options.edits.require_matches(
-                "--exclude-quantize", [glob], made_of, path, is_match=matches_tensor, what=what
+                "--exclude-quantize", [glob], source_names_by_weight, path, is_match=matches_tensor, what=what
             )
         excluded |= matched
     return excluded
@@ -282,16 +284,16 @@ def with_scales(layout: Layout, chosen: ChosenWeights, scheme: Scheme) -> Layout
 
 
 def quantization_recipes(
-    source: Layout, made: Layout, chosen: ChosenWeights, scheme: Scheme, number: int
+    source: Layout, made: Layout, chosen: ChosenWeights, scheme: Scheme, source_index: int
 ) -> dict[str, RecipeFor]:
-    """Return the recipes of quantized weights and scales; their operands are in source `number`."""
+    """Return the recipes of quantized weights and scales; their operands are in source `source_index`."""
     from ckptkit.plugins.quantize import quantized_blocks as blocks  # imports numpy, which no copy needs
 
     recipes: dict[str, RecipeFor] = {}
     for name in chosen.names:
         spec, scales = source.tensors[name].spec, name + scheme.suffix
         rows, columns = spec.shape
-        matrix = blocks.Matrix(Operand(number, name, spec.dtype), rows, columns)
+        matrix = blocks.Matrix(Operand(source_index, name, spec.dtype), rows, columns)
         grid = blocks.Grid(*scheme.box_shape(spec.shape), made.tensors[scales].spec.dtype, scheme.block is None)
         if grid.rows * columns * spec.dtype.itemsize > _MOST_AT_HAND:
             size = (

@@ -45,12 +45,12 @@ def round_to_e4m3(values: Array) -> Array:
     halves += 0xFFFF  # carries into bit 16 unless the lower half is zero
     halves |= bits
     halves >>= 16
-    codes: Array = rounding_table().take(halves.astype(np.intp), mode="clip")
+    codes: Array = e4m3_rounding_table().take(halves.astype(np.intp), mode="clip")
     return codes
 
 
 @cache
-def rounding_table() -> Array:
+def e4m3_rounding_table() -> Array:
     """Return the result byte for each upper half of a float32."""
     halves = np.arange(_ABOVE, dtype=np.uint32)
     values = np.left_shift(halves, 16).view(np.float32).astype(np.float64)
@@ -91,7 +91,7 @@ class Grid:
         with np.errstate(divide="ignore", over="ignore"):
             factors = np.float32(1) / peaks * np.float32(_MOST)  # in two steps, as torch divides a scalar by a tensor
         factors = np.where(np.isfinite(factors), factors, np.float32(1))
-        return np.float32(1) / next_powers(np.float32(1) / factors) if self.dtype == _E8M0 else factors
+        return np.float32(1) / next_powers_of_two(np.float32(1) / factors) if self.dtype == _E8M0 else factors
 
     def slices_to_compute(self, shape: Shape) -> Iterator[tuple[slice, slice]]:
         """Yield the rows and columns of parts of the matrix to compute at once: complete boxes, at least one."""
@@ -103,7 +103,7 @@ class Grid:
                 yield slice(top, min(top + part_rows, rows)), slice(left, min(left + part_columns, columns))
 
 
-def next_powers(scales: Array) -> Array:
+def next_powers_of_two(scales: Array) -> Array:
     """Return the scales rounded up to powers of 2, with float32 logarithms as in transformers."""
     logarithms = np.log2(np.maximum(scales, _TINY).astype(np.float64)).astype(np.float32)
     return np.exp2(np.ceil(logarithms))
@@ -116,7 +116,7 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
 
-    def bands_in_memory(self, grid: Grid) -> int:
+    def box_rows_in_memory(self, grid: Grid) -> int:
         """Return how many rows of boxes are in memory at once."""
         return max(1, BLOCK_BYTES // (grid.rows * self.columns * self.operand.dtype.itemsize))
 
@@ -143,7 +143,7 @@ class QuantizedValues:
     """The recipe of the 8-bit values of a matrix."""
 
     def __init__(self, matrix: Matrix, grid: Grid) -> None:
-        self.rows = matrix.bands_in_memory(grid) * grid.rows
+        self.rows = matrix.box_rows_in_memory(grid) * grid.rows
         self.operands = (matrix.operand._replace(region=self._source_rows_of),)
         self._matrix, self._grid = matrix, grid
 
@@ -168,7 +168,7 @@ class Scales:
     """The recipe of the scales of a matrix, one per box of the grid."""
 
     def __init__(self, matrix: Matrix, grid: Grid) -> None:
-        self.rows = matrix.bands_in_memory(grid)
+        self.rows = matrix.box_rows_in_memory(grid)
         self.operands = (matrix.operand._replace(region=self._source_rows_of),)
         self._matrix, self._grid = matrix, grid
 

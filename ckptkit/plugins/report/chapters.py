@@ -35,7 +35,7 @@ def draw_timeline(listing: Listing, last_step: float | None = None, *, is_narrow
     x = Axis(start, max(last, last_step or 0, start + 1), _LEFT, width - _LEFT)
     title = f"{count(len(shown), 'checkpoint')} from step {first:,} to {last:,}"
     full = max(one.nbytes for _, one in shown) or 1
-    drawn = (draw_stop(one, step, x, full, is_latest=one.path == listing.latest) for step, one in shown)
+    drawn = (draw_checkpoint_bar(one, step, x, full, is_latest=one.path == listing.latest) for step, one in shown)
     legend = draw_legend([one for _, one in shown], width)
     return svg_image(title, f"0 0 {width} {_HEIGHT}", legend, draw_step_axis(x, _BOTTOM), drawn)
 
@@ -64,10 +64,10 @@ def css_class(checkpoint: Listed) -> str:
     return "model" if checkpoint.is_weights_only else "saved"
 
 
-def draw_stop(checkpoint: Listed, step: int, x: Axis, full: int, *, is_latest: bool) -> Markup:
+def draw_checkpoint_bar(checkpoint: Listed, step: int, x: Axis, largest_nbytes: int, *, is_latest: bool) -> Markup:
     """Draw a bar with a tooltip, a dot if the checkpoint is pinned, and a label if it is the latest."""
     at = x.coordinate_of(step)
-    height = max(4.0, (_BOTTOM - _TOP - 14) * checkpoint.nbytes / full)
+    height = max(4.0, (_BOTTOM - _TOP - 14) * checkpoint.nbytes / largest_nbytes)
     top = _BOTTOM - height
     metrics = [f"{name} {format_brief(value)}" for name, value in list(checkpoint.metrics.items())[:6]]
     facts = [format_bytes(checkpoint.nbytes), saved_date_of(checkpoint), *metrics, checkpoint.problem]

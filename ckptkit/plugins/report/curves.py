@@ -93,8 +93,8 @@ def draw_curves(title: str, series: Sequence[Series], *, may_be_log: bool = Fals
         draw_step_axis(x, _BOTTOM),
         element("text", "step", x=_LEFT - 6, y=_BOTTOM + 15, text_anchor="end"),
         (draw_curve(metric, x, y, _CLASSES[i]) for i, metric in enumerate(drawn)),
-        (draw_missing(metric, x) for metric in drawn),
-        draw_tips(drawn, x, y),
+        (draw_not_finite(metric, x) for metric in drawn),
+        draw_tooltips(drawn, x, y),
     )
 
 
@@ -117,7 +117,7 @@ def draw_header(drawn: Sequence[Series]) -> Iterator[Markup]:
             right -= 22
 
 
-def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
+def draw_curve(series: Series, x: Axis, y: Axis, css_class: str) -> Iterator[Markup]:
     """Draw the line of a metric, broken where values are missing, and the band around it."""
     paths, bands = [], []
     for piece in unbroken_groups(series.stretches):
@@ -130,10 +130,10 @@ def draw_curve(series: Series, x: Axis, y: Axis, kind: str) -> Iterator[Markup]:
         if any(s.count > 1 for s in piece) and len(piece) > 1:
             bands.append(path_through([*upper, *reversed(lower)]) + "Z")
         if len(series.stretches) <= _FEW or len(piece) == 1:
-            yield from (element("circle", cx=at, cy=height, r=1.8, class_=f"dot {kind}") for at, height in middle)
+            yield from (element("circle", cx=at, cy=height, r=1.8, class_=f"dot {css_class}") for at, height in middle)
     if bands:
-        yield element("path", d="".join(bands), class_=f"band {kind}")
-    yield element("path", d="".join(paths), class_=f"curve {kind}")
+        yield element("path", d="".join(bands), class_=f"band {css_class}")
+    yield element("path", d="".join(paths), class_=f"curve {css_class}")
 
 
 def unbroken_groups(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -151,7 +151,7 @@ def path_through(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-def draw_missing(series: Series, x: Axis) -> Iterator[Markup]:
+def draw_not_finite(series: Series, x: Axis) -> Iterator[Markup]:
     """Draw a short line at each step where a metric was NaN or infinite."""
     for step in series.bad:
         at = min(max(x.coordinate_of(step), _LEFT), _RIGHT)
@@ -162,7 +162,7 @@ def draw_missing(series: Series, x: Axis) -> Iterator[Markup]:
         yield element("text", label, x=_RIGHT, y=_TOP - 8, text_anchor="end", class_="bad")
 
 
-def draw_tips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
+def draw_tooltips(drawn: Sequence[Series], x: Axis, y: Axis) -> Iterator[Markup]:
     """Draw invisible columns that show the values at their step on hover, without a script."""
     stretches = drawn[0].stretches
     every = -(-len(stretches) // _MOST_SPOTS)

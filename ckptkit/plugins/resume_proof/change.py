@@ -14,7 +14,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats import locate_all_chunks
-from ckptkit.formats.archives.zip_entries import read_directory
+from ckptkit.formats.archives.zip_entries import read_central_directory
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.formats.pickles.write_pickle import dump
@@ -23,7 +23,7 @@ from ckptkit.layout import Chunk
 from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.resume_proof.compare import with_tensors_only
-from ckptkit.plugins.resume_proof.containers import Container, copy_with
+from ckptkit.plugins.resume_proof.containers import Container, map_scalars
 from ckptkit.plugins.resume_proof.states import (
     DATA,
     EMA,
@@ -68,7 +68,7 @@ _WORD = 4  # bytes; shorter ones only describe an array
 _NEARLY_ONE = 1 - 2**-53  # a beta with which moments stay as they are, in float32, and no division is by zero
 
 
-def change_group(path: Path, group: str) -> int:
+def change_state_group(path: Path, group: str) -> int:
     """Change a group of state in the checkpoint at a path; return how many entries that were."""
     state = read_checkpoint_contents(path)
     return change_entries(state, state.names_in(group), lambda name, value: changed_value(group, name, value))
@@ -119,7 +119,7 @@ def pickle_with_moved_numbers(data: bytes) -> bytes:
         state = inert_pickle.load(data, ANY_NAME)[0]
     except (Corrupt, Unsupported):
         return data
-    return dump(copy_with(state, lambda path, value: changed_value(DATA, ".".join(map(str, path)), value)))
+    return dump(map_scalars(state, lambda path, value: changed_value(DATA, ".".join(map(str, path)), value)))
 
 
 def other_random_value(value: Any) -> Any:
@@ -161,7 +161,7 @@ def change_entries(state: CheckpointContents, names: Sequence[str], changed_valu
         made = {path: changed_value(name, value.value) for path, (name, value) in chosen.items()}
         differing = {path: new for path, new in made.items() if new != chosen[path][1].value}
         if differing:
-            changed = copy_with(container.load_value(), lambda path, old, new=differing: new.get(path, old))  # type: ignore[misc]
+            changed = map_scalars(container.load_value(), lambda path, old, new=differing: new.get(path, old))  # type: ignore[misc]
             container.write_value(changed)
             count += len(differing)
     if count and state.path.is_dir() and any(state.path.rglob(MANIFEST)):
@@ -184,7 +184,7 @@ def change_tensors(tensors: Mapping[str, SavedTensor], changed_value: Change) ->
             archive = (envelope.offset, envelope.length) if envelope.wrapper else (0, file.stat().st_size)
             touched[file, *archive].append(chunk.offset)
     for (file, start, length), offsets in touched.items():
-        rewrite_checksums(file, start, length, offsets)
+        rewrite_archive_checksums(file, start, length, offsets)
 
 
 def change_chunk(file: Path, chunk: Chunk, changed_elements: Callable[[Array], Array]) -> None:
@@ -202,7 +202,7 @@ def change_chunk(file: Path, chunk: Chunk, changed_elements: Callable[[Array], A
         opened.write(made.tobytes())
 
 
-def rewrite_checksums(file: Path, start: int, length: int, offsets: Iterable[int]) -> None:
+def rewrite_archive_checksums(file: Path, start: int, length: int, offsets: Iterable[int]) -> None:
     """Write the CRC-32 of the entries of an archive of torch.save in which bytes have changed."""
     with file.open("r+b") as opened:
 
@@ -212,7 +212,7 @@ def rewrite_checksums(file: Path, start: int, length: int, offsets: Iterable[int
 
         if read(0, 2) != b"PK":
             return  # safetensors, or raw bytes: they have no checksums
-        for entry in read_directory(read, length).values():
+        for entry in read_central_directory(read, length).values():
             if not any(entry.offset <= offset - start < entry.offset + entry.length for offset in offsets):
                 continue
             crc = crc32(read(entry.offset, entry.length)).to_bytes(4, "little")

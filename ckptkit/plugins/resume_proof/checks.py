@@ -32,7 +32,7 @@ def check_runs_and_saves(runs: Runs) -> str:
     if max(steps) > script.steps:
         hint = "pass {steps} to the option that ends the training"
         raise CheckFailed(f"expected a last checkpoint at step {script.steps}, found one at {max(steps)}: {hint}")
-    if runs.is_overwritten and script.save_every not in steps:
+    if runs.overwrites_checkpoints and script.save_every not in steps:
         name = runs.checkpoint_paths[script.steps].name
         raise CheckFailed(f"each save replaces {name}, faster than ckptkit can copy it: put the step into the name")
     missing = [step for step in (script.save_every, script.steps) if step not in steps]
@@ -43,7 +43,7 @@ def check_runs_and_saves(runs: Runs) -> str:
     names = ", ".join(dict.fromkeys(runs.checkpoint_paths[step].name for step in steps))
     ranks = f" on {count(runs.nproc, 'rank')}" if script.has_nproc_placeholder else ""
     result = f"{script.steps} steps{ranks}, saved {names}"
-    if runs.has_kept_first or runs.is_overwritten:
+    if runs.has_kept_first_checkpoint or runs.overwrites_checkpoints:
         return result
     remark = f"the script deletes {runs.middle_path.name}, so ckptkit stopped a second run to get it"
     return f"{result}; {remark}: keep at least two"
@@ -120,7 +120,7 @@ def check_determinism(runs: Runs) -> str:
 def check_resumes(runs: Runs) -> str:
     """Check that a fresh process resumes from a copy of the middle checkpoint, and ends at the last step."""
     execution = runs.resumed_run
-    if not execution.is_done and has_other_steps(runs):
+    if not execution.is_done and has_other_step_count(runs):
         steps = f"{len(execution.losses)} losses, expected {runs.script.steps - runs.script.save_every}"
         printed = f"{STEP}: the resumed run printed {steps}, and failed"
         raise CheckFailed(f"{printed}: {IMPERATIVES[STEP]}; output: {execution.log}")
@@ -130,7 +130,7 @@ def check_resumes(runs: Runs) -> str:
     return f"from a copy of {name} to step {runs.script.steps}"
 
 
-def has_other_steps(runs: Runs) -> bool:
+def has_other_step_count(runs: Runs) -> bool:
     """Return whether the resumed run printed the losses of more or fewer steps than it should have taken."""
     script = runs.script
     if runs.find_losses_by_step is None:
@@ -142,7 +142,7 @@ def has_other_steps(runs: Runs) -> bool:
 
 def check_first_loss(runs: Runs) -> str:
     """Check the first loss after the resume against the same step of the uninterrupted run."""
-    expected, found = first_losses(runs)
+    expected, found = first_losses_of_runs(runs)
     first = f"the first loss after {runs.middle_path.name}"
     losses = f"expected {format_losses(expected)}, found {format_losses(found)}"
     if not is_same_loss(runs, expected, found):
@@ -155,7 +155,7 @@ def check_first_loss(runs: Runs) -> str:
     return f"{first}{seen}{other}"
 
 
-def first_losses(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def first_losses_of_runs(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the losses of the first step after the checkpoint, in the uninterrupted and in the resumed run."""
     if runs.find_losses_by_step is None:
         raise CheckSkipped("no losses to compare")

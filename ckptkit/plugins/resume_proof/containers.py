@@ -75,19 +75,19 @@ class Container:
             file.write(data)
 
 
-def with_pickle(archive: bytes, pickle: bytes, nbytes: int | None = None) -> bytes:
-    """Return an archive of torch.save with another pickle, padded to `nbytes`; its checksums are right."""
+def with_pickle(archive: bytes, pickle: bytes, padded_nbytes: int | None = None) -> bytes:
+    """Return an archive of torch.save with another pickle, padded to `padded_nbytes`; its checksums are right."""
     made = io.BytesIO()
     with ZipFile(io.BytesIO(archive)) as old, ZipFile(made, "w", ZIP_STORED) as new:
         for name in old.namelist():
             new.writestr(name, pickle if name.endswith(f"/{_PICKLE}") else old.read(name))
         folder = old.namelist()[0].partition("/")[0]
-    if nbytes is None:
+    if padded_nbytes is None:
         return made.getvalue()
     name = f"{folder}/{_PADDING}"
-    missing = nbytes - made.tell() - _LOCAL - _CENTRAL - 2 * len(name)
+    missing = padded_nbytes - made.tell() - _LOCAL - _CENTRAL - 2 * len(name)
     if missing < 0:
-        raise Unsupported(f"expected an archive of at most {nbytes} bytes, found {nbytes - missing}")
+        raise Unsupported(f"expected an archive of at most {padded_nbytes} bytes, found {padded_nbytes - missing}")
     with ZipFile(made, "a", ZIP_STORED) as new:
         new.writestr(name, bytes(missing))
     return made.getvalue()
@@ -158,6 +158,6 @@ def as_key_component(key: object) -> str | int:
     return key if isinstance(key, str | int) else str(key)
 
 
-def copy_with(value: Any, visit: Visit) -> Any:
+def map_scalars(value: Any, visit: Visit) -> Any:
     """Return a copy of a value whose scalars are what `visit` returns for them."""
     return Copying(visit).copy_value(value, ())

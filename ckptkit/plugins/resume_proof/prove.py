@@ -143,7 +143,9 @@ def check_resume_at_other_size(runs: Runs) -> str:
         raise CheckSkipped("no other number of ranks: pass --resume-nproc, and {nproc} in --command")
     ranks = count(size, "rank")
     with runs.deleted_afterwards("resharded"), runs.deleted_afterwards("other-size"):
-        source = convert_with_files(runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size))
+        source = convert_middle_checkpoint(
+            runs, "resharded-source", lambda target: reshard(runs.middle_path, target, to=size)
+        )
         resumed = runs.resume_run("resharded", source=source, nproc=size)
         shutil.rmtree(source, ignore_errors=True)
         names = (name for group in (RANDOM, DATA) for name in runs.middle_state.names_in(group))
@@ -195,7 +197,7 @@ def check_one_file_and_back(runs: Runs) -> str:
         shutil.rmtree(single)
 
     with runs.deleted_afterwards("one-file"):
-        source = convert_with_files(runs, "one-file-source", there_and_back)
+        source = convert_middle_checkpoint(runs, "one-file-source", there_and_back)
         resumed = runs.resume_run("one-file", source=source)
         shutil.rmtree(source, ignore_errors=True)
         runs.require_resumed(resumed, "from the converted checkpoint")
@@ -205,7 +207,7 @@ def check_one_file_and_back(runs: Runs) -> str:
     return "dcp to pt to dcp: the resumed run ends with the same state"
 
 
-def convert_with_files(runs: Runs, label: str, write: Callable[[Path], object]) -> Path:
+def convert_middle_checkpoint(runs: Runs, label: str, write: Callable[[Path], object]) -> Path:
     """Return a converted middle checkpoint: what `write` writes, and the files beside it that no conversion copies."""
     target = runs.room / COPIES / label / runs.middle_path.name
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -225,19 +227,19 @@ def kill_checks(runs: Runs) -> dict[str, Callable[[Runs], str]]:
     """Return a check for each moment at which the script is killed: numbers of files of the last checkpoint."""
     total = len(files_of_checkpoint(runs.checkpoint_paths[runs.script.steps]))
     moments = sorted({max(1, round(total * share)) for share in _MOMENTS_OF_SAVING})
-    return {f"killed while saving {i}": partial(check_survives_kill, wanted=at) for i, at in enumerate(moments, 1)}
+    return {f"killed while saving {i}": partial(check_survives_kill, file_count=at) for i, at in enumerate(moments, 1)}
 
 
-def check_survives_kill(runs: Runs, wanted: int) -> str:
+def check_survives_kill(runs: Runs, file_count: int) -> str:
     """Kill the script when the last checkpoint has the wanted number of files, and resume from the latest complete one.
 
     It must end as the resumed run, which may itself differ from the uninterrupted one.
     """
     last = runs.checkpoint_paths[runs.script.steps]
-    if runs.is_overwritten:
+    if runs.overwrites_checkpoints:
         raise CheckSkipped(f"each save replaces {last.name}, so a kill can leave no complete one: {_RENAME}")
     total = len(files_of_checkpoint(last))
-    label = f"killed-at-{wanted}"
+    label = f"killed-at-{file_count}"
     folder = runs.room / RUNS / label / last.relative_to(runs.uninterrupted.run).parent
     names = re.compile(rf"(?<!\d){runs.script.steps}(?!\d)")
     earlier = {path.name for path in runs.checkpoint_paths.values()} - {last.name}
@@ -254,7 +256,7 @@ def check_survives_kill(runs: Runs, wanted: int) -> str:
         seen = sum(
             len(files_of_checkpoint(entry)) for name, entry in there.items() if names.search(name) or name in hidden
         )
-        return seen >= wanted
+        return seen >= file_count
 
     with runs.deleted_afterwards(label):
         killed = runs.start_run(label, watch=is_saving)
@@ -268,7 +270,7 @@ def check_survives_kill(runs: Runs, wanted: int) -> str:
             raise CheckFailed(f"killed {when} of {last.name}: {remark.partition('; using')[0]}: {hint}")
         if found.checkpoint is None:
             kept, deleted = "save to a new directory", "delete older checkpoints only after a new save"
-            hint = kept if runs.has_kept_first else deleted
+            hint = kept if runs.has_kept_first_checkpoint else deleted
             raise CheckFailed(f"killed {when}: no complete checkpoint is left: {hint}")
         step, path = found.checkpoint.step, found.checkpoint.path
         damage = list_damage(path)

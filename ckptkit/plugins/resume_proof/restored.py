@@ -11,8 +11,8 @@ import numpy as np
 
 from ckptkit.errors import and_more
 from ckptkit.plugins.resume_proof.change import CHANGES, freeze_optimizer, frozen_option
-from ckptkit.plugins.resume_proof.checks import first_losses, has_other_steps, is_same_loss
-from ckptkit.plugins.resume_proof.compare import group_differences, measure_tensors
+from ckptkit.plugins.resume_proof.checks import first_losses_of_runs, has_other_step_count, is_same_loss
+from ckptkit.plugins.resume_proof.compare import distance_by_tensor, group_differences
 from ckptkit.plugins.resume_proof.runs import Cause, Runs, checkpoints_by_step
 from ckptkit.plugins.resume_proof.states import (
     DATA,
@@ -28,7 +28,7 @@ from ckptkit.plugins.resume_proof.states import (
     STEP,
     WEIGHTS,
     CheckpointContents,
-    read_outputs,
+    read_tensors_beside_checkpoints,
 )  # fmt: skip
 from ckptkit.training.smoke.run_check import CheckFailed, CheckSkipped
 from ckptkit.words import count
@@ -44,7 +44,11 @@ def restored_checks(runs: Runs) -> dict[str, Look]:
     """Return a check for each group of state that the checkpoint contains, and the verdict on the resumed run."""
     groups = [group for group in runs.middle_state.groups if group in CHANGES]
     checks: dict[str, Look] = {f"restored: {group}": partial(check_group_restored, group=group) for group in groups}
-    return {**checks, "loaded into its place": check_loaded_in_place, "resume continues the run": check_continues}
+    return {
+        **checks,
+        "loaded into its place": check_weights_loaded_correctly,
+        "resume continues the run": check_same_final_state,
+    }
 
 
 def check_group_restored(runs: Runs, group: str) -> str:
@@ -61,7 +65,7 @@ def check_group_restored(runs: Runs, group: str) -> str:
         raise CheckSkipped(f"{what}; the resumed run ends with NaN or infinite weights, which hide the change")
     differing = {gap.group for gap in runs.group_differences}
     if group == STEP:
-        is_other_at_end = bool(differing & {STEP, OPTIMIZER_STEP}) or has_other_steps(runs)
+        is_other_at_end = bool(differing & {STEP, OPTIMIZER_STEP}) or has_other_step_count(runs)
     else:
         is_other_at_end = group in differing
     if not is_other_at_end:  # such as a learning rate that the script computes from the step
@@ -72,7 +76,7 @@ def check_group_restored(runs: Runs, group: str) -> str:
     raise CheckFailed(f"{group}: {what}, and {lost}: {IMPERATIVES[group]}")
 
 
-def check_loaded_in_place(runs: Runs) -> str:
+def check_weights_loaded_correctly(runs: Runs) -> str:
     """Resume with a learning rate of 0 and betas of 1: the weights and moments at the end are those that were loaded.
 
     Skipped where the script takes its learning rate or betas from elsewhere: the steps then change all tensors.
@@ -102,7 +106,7 @@ def check_loaded_in_place(runs: Runs) -> str:
 
 def find_misplaced_entries(runs: Runs, frozen: CheckpointContents) -> Iterator[Cause]:
     """Return each weight and moment that steps should not have changed, and that is not as in the checkpoint."""
-    distances = measure_tensors(runs.middle_state, frozen)
+    distances = distance_by_tensor(runs.middle_state, frozen)
     for name in runs.middle_state.names_in(WEIGHTS):
         if name in distances and not _COUNTED.search(name):
             yield Cause(WEIGHTS, f"the weight `{name}` is not the one in the checkpoint")
@@ -117,12 +121,14 @@ def find_misplaced_entries(runs: Runs, frozen: CheckpointContents) -> Iterator[C
         yield Cause(MOMENTS, f"the optimizer's `{name}` is {where}")
 
 
-def check_continues(runs: Runs) -> str:
+def check_same_final_state(runs: Runs) -> str:
     """Check that the resumed run ends as the uninterrupted one, or say what differs and why."""
     # the first tensors that differ in files which both runs wrote beside their checkpoints
     whole, resumed = (execution.run for execution in (runs.uninterrupted, runs.resumed_run))
-    ours = read_outputs(whole, runs.checkpoint_paths.values())
-    theirs = read_outputs(resumed, (checkpoint.path for checkpoint in checkpoints_by_step(resumed).values()))
+    ours = read_tensors_beside_checkpoints(whole, runs.checkpoint_paths.values())
+    theirs = read_tensors_beside_checkpoints(
+        resumed, (checkpoint.path for checkpoint in checkpoints_by_step(resumed).values())
+    )
     outputs = [gap.first for gap in group_differences(ours, theirs, runs.control_tolerance)]
     if not runs.group_differences and not outputs and not runs.lost:
         close = "bit for bit" if runs.control_tolerance.is_exact else f"within {4 * runs.control_tolerance.largest:.2g}"
@@ -134,18 +140,18 @@ def check_continues(runs: Runs) -> str:
         first = runs.group_differences[0].first
         return f"step {runs.script.steps}: only the random state differs (`{first}`); {idle}"
     seen = "; ".join(gap.describe_difference() for gap in runs.group_differences[:3]) or ", ".join(outputs[:3])
-    causes = chain(causes_seen(runs), causes_by_elimination(runs, outputs))
+    causes = chain(observed_causes(runs), causes_by_elimination(runs, outputs))
     group, why, hint = next(causes)
     different = f"different at step {runs.script.steps}: {seen}"
     raise CheckFailed(f"{different}; cause: {why}; hint: {hint or IMPERATIVES[group]}")
 
 
-def causes_seen(runs: Runs) -> Iterator[Cause]:
+def observed_causes(runs: Runs) -> Iterator[Cause]:
     """Yield causes that a changed copy, the number of steps, or entries that depend on one group alone have shown."""
     if runs.lost:
         yield Cause(runs.lost[0], f"{' and '.join(runs.lost)} in the checkpoint not restored")
     yield from runs.misloaded
-    if has_other_steps(runs):
+    if has_other_step_count(runs):
         yield Cause(STEP, "step: the resumed run took another number of steps")
     groups, gaps = runs.middle_state.groups, {gap.group: gap for gap in runs.group_differences}
     if OPTIMIZER_STEP in gaps:
@@ -168,7 +174,7 @@ def causes_seen(runs: Runs) -> Iterator[Cause]:
 
 
 def causes_by_elimination(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
-    """Yield the causes that remain after `causes_seen`; the last one always applies."""
+    """Yield the causes that remain after `observed_causes`; the last one always applies."""
     groups, gaps = runs.middle_state.groups, {gap.group for gap in runs.group_differences}
     if has_other_first_loss(runs) and RANDOM in groups:
         yield Cause(DATA, "data position: all states were restored, but the first loss differs, so the batch does")
@@ -193,6 +199,6 @@ def causes_by_elimination(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
 
 def has_other_first_loss(runs: Runs) -> bool:
     try:
-        return not is_same_loss(runs, *first_losses(runs))
+        return not is_same_loss(runs, *first_losses_of_runs(runs))
     except (CheckFailed, CheckSkipped):
         return False

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, checkpoints_named_in_run
+from ckptkit.checkpoints.checkpoint import Checkpoint, step_checkpoints_in_run
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.io.file import list_directories
-from ckptkit.plugins.resume_proof.change import change_group
+from ckptkit.plugins.resume_proof.change import change_state_group
 from ckptkit.plugins.resume_proof.compare import (
     ControlTolerance,
     GroupDifference,
@@ -75,7 +75,7 @@ class Runs:
         If the script has replaced or deleted the first one, it comes from a run that is ended after the first save.
         """
         found = dict(self.kept_checkpoints)
-        if self.script.steps in found and not self.has_kept_first:
+        if self.script.steps in found and not self.has_kept_first_checkpoint:
             self.start_run(STOPPED, watch=lambda: self.find_first_saved() is not None)
             first = self.find_first_saved()
             found |= {self.script.save_every: first} if first else {}
@@ -86,11 +86,11 @@ class Runs:
         return checkpoints_by_step(self.uninterrupted.run)
 
     @property
-    def has_kept_first(self) -> bool:
+    def has_kept_first_checkpoint(self) -> bool:
         return self.script.save_every in self.kept_checkpoints
 
     @property
-    def is_overwritten(self) -> bool:
+    def overwrites_checkpoints(self) -> bool:
         """Return whether the script writes each checkpoint over the one before."""
         return any(checkpoint.step_in_name is None for checkpoint in self.kept_checkpoints.values())
 
@@ -169,7 +169,7 @@ class Runs:
 
         def change(path: Path) -> None:
             nonlocal count
-            count = change_group(path, group)
+            count = change_state_group(path, group)
             if not count:
                 raise CheckSkipped("found nothing in it that can be changed")
 
@@ -205,7 +205,7 @@ class Runs:
         if self.script.is_resuming_by_itself:
             without = self.script.find_loss_file_and_key[0] if self.script.find_loss_file_and_key else None
             latest = (last.name, self.middle_path.name)
-            copy_run_files(self.uninterrupted.run, run, latest=latest, without=without)
+            copy_run_files(self.uninterrupted.run, run, renamed_latest=latest, excluded_file=without)
         source = source or self.middle_path
         copy.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
@@ -271,7 +271,7 @@ def checkpoints_by_step(run: Path) -> dict[int, Checkpoint]:
         for folder in level:
             named = [  # a checkpoint that is not complete has its step by its name alone
                 (checkpoint.step if checkpoint.is_complete else checkpoint.step_in_name, checkpoint)
-                for checkpoint in checkpoints_named_in_run(folder)
+                for checkpoint in step_checkpoints_in_run(folder)
             ]
             if steps := {step: checkpoint for step, checkpoint in named if step is not None}:
                 return steps
@@ -299,12 +299,12 @@ def files_of_checkpoint(path: Path) -> list[Path]:
     return sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names)
 
 
-def copy_run_files(source: Path, target: Path, *, latest: tuple[str, str], without: str | None) -> None:
-    """Copy the small files beside the checkpoints of a run, but for the file `without`.
+def copy_run_files(source: Path, target: Path, *, renamed_latest: tuple[str, str], excluded_file: str | None) -> None:
+    """Copy the small files beside the checkpoints of a run, but for the file `excluded_file`.
 
-    A latest-checkpoint file names the first of `latest` in the source, and the second in the copy.
+    A latest-checkpoint file names the first of `renamed_latest` in the source, and the second in the copy.
     """
-    last, wanted = latest
+    last, wanted = renamed_latest
     for folder in (source, *(last_folder.parent for last_folder in source.rglob(last) if last_folder.parent != source)):
         there = target / folder.relative_to(source)
         there.mkdir(parents=True, exist_ok=True)
@@ -313,7 +313,7 @@ def copy_run_files(source: Path, target: Path, *, latest: tuple[str, str], witho
             if file.is_symlink():
                 if file.readlink().name == last:
                     (there / file.name).symlink_to(file.readlink().with_name(wanted))
-            elif file.is_file() and file.stat().st_size <= _SMALL and file.name not in (without, last, wanted):
+            elif file.is_file() and file.stat().st_size <= _SMALL and file.name not in (excluded_file, last, wanted):
                 shutil.copy2(file, there / file.name)
                 if file.name in trackers:
                     text, number = file.read_text("utf-8"), "".join(filter(str.isdigit, wanted))

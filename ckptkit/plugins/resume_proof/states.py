@@ -19,7 +19,7 @@ from ckptkit.formats import detect_format
 from ckptkit.layout import Layout
 from ckptkit.models.companions import FILES
 from ckptkit.models.names.weights import find_weights_or_none
-from ckptkit.plugins.resume_proof.containers import Container, containers_in_layout, copy_with, find_container_in
+from ckptkit.plugins.resume_proof.containers import Container, containers_in_layout, find_container_in, map_scalars
 
 WEIGHTS = "weights"
 MOMENTS = "optimizer moments"
@@ -185,7 +185,7 @@ def read_checkpoint_contents(path: Path) -> CheckpointContents:
     return CheckpointContents(path, trainer, formats, tensors, values, tuple(unread))
 
 
-def read_outputs(run: Path, checkpoints: Iterable[Path]) -> CheckpointContents:
+def read_tensors_beside_checkpoints(run: Path, checkpoints: Iterable[Path]) -> CheckpointContents:
     """Return what lies in the files of tensors in a run beside its checkpoints, such as weights saved at its end."""
     tensors: dict[str, SavedTensor] = {}
     inside = set(checkpoints)
@@ -219,7 +219,7 @@ def saved_values_in(container: Container) -> dict[str, SavedValue]:
         made[".".join(map(str, key))] = SavedValue(state_group_of(key, is_tensor=False), value, container, path)
         return value
 
-    copy_with(container.load_value(), visit)
+    map_scalars(container.load_value(), visit)
     return made
 
 

@@ -108,7 +108,7 @@ class S3Keeper:
         self._half_deleted |= interrupted.keys()
         return interrupted
 
-    def find_work_on(self, checkpoint: Path) -> str | None:
+    def find_other_process_work(self, checkpoint: Path) -> str | None:
         """Return a description of an upload that works on a directory; None if there is none.
 
         Files that were added after a deletion began also count as an upload.
@@ -152,14 +152,14 @@ class S3Keeper:
         self.drop_cached_listings()
 
     @contextmanager
-    def watching(self, key: str, longest: float) -> Iterator[WatchLease]:
+    def watching(self, key: str, max_handling_seconds: float) -> Iterator[WatchLease]:
         """Lock the file of a watch on this machine, where its journal also is."""
         read_store_or_local_clock(self.bucket)  # fail now if the bucket does not exist, instead of retrying later
         folder = local_directory_of_run(self.root)
         with translate_os_errors(folder):
             make_directories(folder, sync=False)
         with locked_watch(folder, key) as lock:
-            post = S3Post(self, folder, key, lock, longest)
+            post = S3Post(self, folder, key, lock, max_handling_seconds)
             post.unprotect()
             try:
                 yield post
@@ -213,7 +213,7 @@ class S3Keeper:
 
     def _delete_objects(self, checkpoint: Path, keys: Sequence[str]) -> None:
         """Delete objects: first those that make a checkpoint visible, and the claim last."""
-        first = visible_keys_of(checkpoint).intersection(keys)
+        first = marker_keys_of(checkpoint).intersection(keys)
         rest = [key for key in keys if key not in first]
         for batch in (*in_batches(sorted(first)), *in_batches(rest)):
             if not self.is_being_deleted(checkpoint):  # another process has finished this deletion
@@ -304,7 +304,7 @@ class S3Post:
         return self.can_hold
 
 
-def visible_keys_of(checkpoint: Path) -> set[str]:
+def marker_keys_of(checkpoint: Path) -> set[str]:
     """Return the keys of the files that make a checkpoint visible: when all of them are gone, no reader finds it.
 
     They are manifests, config.json, and for each component its metadata files, or all files if it has no metadata.

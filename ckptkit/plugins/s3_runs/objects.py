@@ -87,7 +87,7 @@ def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
 
 def find_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
     """Return the claim at a key, from the store and not from a cache; None if it does not exist."""
-    content = bucket.find_content(key)
+    content = bucket.find_object_content(key)
     return None if content is None else StoreClaim.parse(content)
 
 
@@ -115,8 +115,8 @@ class S3SmallFiles:
             return str(self._bucket.call_operation("head_object", path.key)["ETag"])
         return ""
 
-    def put(self, path: RemotePath, content: bytes, *, replaces: str | None = None) -> str:
-        condition = {} if replaces is None else {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
+    def put(self, path: RemotePath, content: bytes, *, replaced_tag: str | None = None) -> str:
+        condition = {} if replaced_tag is None else {"IfMatch": replaced_tag} if replaced_tag else {"IfNoneMatch": "*"}
         try:
             response = self._bucket.call_operation("put_object", path.key, Body=content, **condition)
         except IOFailure as error:

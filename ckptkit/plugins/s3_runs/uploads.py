@@ -30,7 +30,7 @@ def find_uploads(root: RemotePath) -> list[OpenUpload]:
     measured = {upload: sent for upload, sent in zip(uploads, parts, strict=True) if sent is not None}
     claimed = list(claimed_destinations(bucket, objects))
     now = read_store_or_local_clock(bucket)
-    every = [describe_upload(place, claim, objects, measured, now) for place, claim in claimed]
+    every = [make_open_upload(place, claim, objects, measured, now) for place, claim in claimed]
     named = {upload for _, claim in claimed for upload in (claim.uploads or {}).values()}
     for upload, sent in measured.items():
         if upload.upload not in named:  # it is from another tool, or its claim was lost
@@ -53,17 +53,17 @@ def claimed_destinations(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[tupl
             yield UploadTarget(path, is_file), claim
 
 
-def describe_upload(
+def make_open_upload(
     place: UploadTarget,
     claim: StoreClaim,
     objects: Mapping[str, StoredObject],
-    measured: Mapping[MultipartUpload, SentParts],
+    parts_by_upload: Mapping[MultipartUpload, SentParts],
     now: float,
 ) -> OpenUpload:
     """Return the upload of a claimed destination."""
     ids = set((claim.uploads or {}).values())
-    files = tuple(upload for upload in measured if upload.upload in ids)
-    write_times = [max(upload.began, measured[upload].changed) for upload in files]
+    files = tuple(upload for upload in parts_by_upload if upload.upload in ids)
+    write_times = [max(upload.began, parts_by_upload[upload].changed) for upload in files]
     base, finished_bytes = place.object_key(""), 0
     for key, stored in objects.items():
         if place.is_claim_or_note(key):
@@ -77,7 +77,7 @@ def describe_upload(
         claim.host,
         max(0.0, now - max(write_times)),
         files,
-        sum(measured[upload].nbytes for upload in files),
+        sum(parts_by_upload[upload].nbytes for upload in files),
         finished_bytes,
         claim,
     )

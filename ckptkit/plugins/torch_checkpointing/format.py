@@ -34,7 +34,7 @@ from ckptkit.formats.pickles.tensor_calls import TensorRecord
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.ranks.names import MODEL
-from ckptkit.formats.ranks.write_files import Example, RankStorages, Writing, patch_rank_files
+from ckptkit.formats.ranks.write_files import Example, RankStorages, Writing, patches_for_rank_files
 from ckptkit.formats.safetensors_headers import read_header_chunks
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
@@ -93,7 +93,7 @@ def read_rank_item(root: Path, name: str, rank: int, file: str, kind: str, item:
         raise missing_rank_file_error(root / file)
     with errors_at(path=root / file):
         if kind == TORCH:
-            content = read_rank_file(root, file, rank, (name,), is_dict=bool(item.spread))
+            content = read_rank_file(root, file, rank, (name,), must_be_dict=bool(item.spread))
             return with_tensors_as_shards(content, item.spread)
         if kind == SAFETENSORS:
             paths = {".".join(map(str, path)): path for path in item.spread}  # its names are key paths joined by dots
@@ -110,11 +110,11 @@ def read_rank_item(root: Path, name: str, rank: int, file: str, kind: str, item:
         return RankFile(rank, file, flat, value)
 
 
-def with_tensors_as_shards(file: RankFile, spread: Mapping[KeyPath, Mapping[int, TensorSharding]]) -> RankFile:
+def with_tensors_as_shards(file: RankFile, sharding_by_key: Mapping[KeyPath, Mapping[int, TensorSharding]]) -> RankFile:
     """Return the file of a rank, with plain tensors placed as shards where the metadata describes them so."""
     tensors = dict(file.flat.tensors)
     for name, plain in file.tensors.items():
-        placement = spread.get(file.flat.keys[name][1:], {}).get(file.rank)
+        placement = sharding_by_key.get(file.flat.keys[name][1:], {}).get(file.rank)
         if placement is not None and plain.spread is None:
             with errors_at(tensor=name):
                 (chunk,) = plain.chunks
@@ -180,7 +180,7 @@ class TorchCheckpointing(FormatWriter):
     def checksummed_extents(self, layout: Layout, report: Report = raise_problem) -> Iterator[Extent]:
         """Return every zip entry of torch.save files, and the tensors of other files, which have no checksums."""
         yielded: set[FileOffset] = set()
-        for extent in archive_extents_of(layout, torch_save_files_among(layout.root, report), report):
+        for extent in archive_extents_of(layout, torch_save_files_in(layout.root, report), report):
             yielded.add((extent.path, extent.offset))
             yield extent
         for name, tensor in layout.tensors.items():
@@ -189,13 +189,13 @@ class TorchCheckpointing(FormatWriter):
                     yield Extent(chunk.path, chunk.offset, chunk.length, None, name)
 
     def lay_out_files(self, wanted: Layout, options: WriterOptions) -> tuple[NewFile, ...]:
-        return tuple(arrange_items(wanted, options.world_size))
+        return tuple(lay_out_item_files(wanted, options.world_size))
 
     def patches_after_data(self, written: Layout, checksums: Mapping[FileOffset, int]) -> Iterator[tuple[str, Patch]]:
         """Return the replicas that several ranks store, and the CRC-32 of each storage."""
         items, _ = read_or_infer_items(written.root)
         files = [read_item_files(written.root, name, item, raise_problem) for name, item in items.items()]
-        return patch_rank_files(written.root, files, checksums)
+        return patches_for_rank_files(written.root, files, checksums)
 
 
 def join_item_of_ranks(path: Path, name: str, item: CheckpointItem, report: Report) -> FlatState:
@@ -216,7 +216,7 @@ def has_dtensors(path: Path, name: str) -> bool:
     try:
         if not is_torch_save(path / name):
             return False
-        tensors = read_rank_file(path, name, 0, (), is_dict=False).tensors.values()
+        tensors = read_rank_file(path, name, 0, (), must_be_dict=False).tensors.values()
     except (Corrupt, Unsafe, Unsupported):
         return False
     return any(isinstance(tensor.spread, Placed) for tensor in tensors)
@@ -247,7 +247,7 @@ def metadata_names_in(path: Path) -> tuple[str, ...]:
     return (NAME,) if is_existing_path(path / NAME) else ()
 
 
-def torch_save_files_among(path: Path, report: Report) -> Iterator[str]:
+def torch_save_files_in(path: Path, report: Report) -> Iterator[str]:
     """Yield the name of every torch.save file. Reports each that cannot be opened."""
     for file in files_of_items(read_or_infer_items(path)[0].values()):
         try:
@@ -261,26 +261,31 @@ def files_of_items(items: Iterable[CheckpointItem]) -> Iterator[str]:
     return (file for item in items for file, _ in item.files.values())
 
 
-def arrange_items(wanted: Layout, world: int) -> Iterator[NewFile]:
-    """Yield the files of `world` ranks for each item, and the metadata. Raises `Unsupported` for an unsafe item."""
-    writing = ItemWriting(wanted, Example(), RankMesh((world,), _AXES, "cpu"))
-    items = writing.names_by_kind()
+def lay_out_item_files(wanted: Layout, world_size: int) -> Iterator[NewFile]:
+    """Yield the files of `world_size` ranks for each item, and the metadata.
+
+    Raises `Unsupported` for an unsafe item.
+    """
+    writing = ItemWriting(wanted, Example(), RankMesh((world_size,), _AXES, "cpu"))
+    items = writing.names_by_file_kind()
     for item, names in items.items():
         if "/" in item or "rank_" in item:
             raise Unsupported(f"the item `{item}` has no file name in this format", hint="rename it with --rename")
-        for rank in range(world):
+        for rank in range(world_size):
             yield writing.make_rank_file(f"{item}_{rank}.pt", names, rank)
     described = {}  # how the tensors of each item are sharded
     for item, names in items.items():
         shardings = {
-            json.dumps(writing.key_in_rank_file(name), separators=(",", ":")): [describe_sharding(writing, name, world)]
+            json.dumps(writing.key_in_rank_file(name), separators=(",", ":")): [
+                describe_sharding(writing, name, world_size)
+            ]
             for name in names
             if name in wanted.tensors
         }
         if shardings:
-            ranks = dict.fromkeys(range(world))
+            ranks = dict.fromkeys(range(world_size))
             described[item] = {"nested_path_to_metadata": shardings, "rank_to_layout_info": ranks}
-    metadata = pickle.dumps({"version": "2.0", "world_size": world, "metadata": described})
+    metadata = pickle.dumps({"version": "2.0", "world_size": world_size, "metadata": described})
     yield NewFile(NAME, len(metadata), ((0, metadata),))
 
 
@@ -293,7 +298,7 @@ class ItemWriting(Writing):
         """Return {}: the optimizer has names."""
         return {}
 
-    def names_by_kind(self) -> dict[str, list[str]]:
+    def names_by_file_kind(self) -> dict[str, list[str]]:
         kinds: dict[str, list[str]] = {}
         for name in self.wanted.names:
             key = self.wanted.key(name)
@@ -306,7 +311,7 @@ class ItemWriting(Writing):
         if len(self.wanted.key(names[0])) > 1:
             return super().make_rank_file(name, names, rank)
         storages = RankStorages(self, rank)
-        envelope = make_zip_template(dump(storages.pickled_value_of(names[0])), storages.contents)
+        envelope = make_zip_template(dump(storages.picklable_value_of(names[0])), storages.contents)
         return NewFile(name, envelope.nbytes, envelope.parts)
 
     def key_in_rank_file(self, name: str) -> KeyPath:
@@ -319,7 +324,7 @@ class ItemWriting(Writing):
         return (Shard(0),) if self.wanted.tensors[name].spec.shape else None
 
 
-def describe_sharding(writing: Writing, name: str, world: int) -> dict[str, Any]:
+def describe_sharding(writing: Writing, name: str, world_size: int) -> dict[str, Any]:
     """Return the metadata of a tensor; a tensor that each rank stores is replicated.
 
     Source: torch_checkpointing/dtensor_metadata.py, `DTensorShardingMetadata.to_dict`.
@@ -331,8 +336,8 @@ def describe_sharding(writing: Writing, name: str, world: int) -> dict[str, Any]
         "stride": list(row_major_strides(spec.shape)),
         "mesh_spec": {
             "device_type": "cpu",
-            "mesh_shape": (world,),
-            "mesh_data": tuple(range(world)),
+            "mesh_shape": (world_size,),
+            "mesh_data": tuple(range(world_size)),
             "mesh_dim_names": _AXES if placements else None,
         },
         "placements": [
@@ -340,4 +345,4 @@ def describe_sharding(writing: Writing, name: str, world: int) -> dict[str, Any]
             for placement in placements or (None,)
         ],
     }
-    return {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": tuple(range(world))}
+    return {"sharding_metadata": {"type": "DTensorShardingMetadata", "data": data}, "ranks": tuple(range(world_size))}

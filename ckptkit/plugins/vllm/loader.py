@@ -116,7 +116,7 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
             for remark in opened.remarks:
                 if isinstance(remark, Caution):
                     _logger.warning("%s", remark)
-            if not is_receiving_deltas(known_as=self.load_config.load_format):
+            if not is_receiving_deltas(load_format=self.load_config.load_format):
                 yield from read_tensors_ahead(opened.tensors, skip)
                 return
             every = record_loaded_weights(model, opened.tensors.layout, read_tensors_ahead(opened.tensors))
@@ -144,11 +144,11 @@ class Loader(DefaultModelLoader):  # type: ignore[misc]
         return HubModel.open(checkpoint, base=self.extra.get(BASE) or config_from)
 
 
-def is_receiving_deltas(known_as: str) -> bool:
+def is_receiving_deltas(load_format: str) -> bool:
     """Return whether the engine receives deltas: then the loader must read and record all weights.
 
     The loader and the weight transfer backend are registered under the same name.
     """
     config = get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config
-    return transfer is not None and transfer.backend == known_as
+    return transfer is not None and transfer.backend == load_format

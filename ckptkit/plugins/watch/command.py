@@ -12,7 +12,7 @@ import typer
 
 from ckptkit.cli.output import Json, pick, print_json, print_note, print_text_line, reserve_stdout
 from ckptkit.errors import Usage
-from ckptkit.io.path import to_live_path
+from ckptkit.io.path import to_uncached_path
 
 if TYPE_CHECKING:
     from ckptkit.plugins.watch.watch import Event
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def watch(
     run: Annotated[
-        Path, typer.Argument(parser=to_live_path, metavar="RUN", help="The run: a directory, or s3://bucket/prefix.")
+        Path,
+        typer.Argument(parser=to_uncached_path, metavar="RUN", help="The run: a directory, or s3://bucket/prefix."),
     ],
     do: Annotated[
         list[str] | None,
@@ -34,7 +35,9 @@ def watch(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(parser=to_live_path, metavar="DIR", help="Directory for {out}; by default `exported` in the run."),
+        typer.Option(
+            parser=to_uncached_path, metavar="DIR", help="Directory for {out}; by default `exported` in the run."
+        ),
     ] = None,
     every: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds between two checks of the run.")] = 30.0,
     tries: Annotated[int, typer.Option(min=1, metavar="N", help="How many times to try a command that fails.")] = 3,

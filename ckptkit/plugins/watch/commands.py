@@ -71,11 +71,11 @@ class WatchCommand:
     def __str__(self) -> str:
         return " ".join(self.words)
 
-    def run_command(self, values: Mapping[str, str], lock: int, timeout: float) -> str | None:
+    def run_command(self, values: Mapping[str, str], lock_fd: int, timeout: float) -> str | None:
         """Run the command with these values. Return a description of its failure, None if it succeeded.
 
         The command does not get torchrun's variables, so it is not a rank of the job that this process belongs to. It
-        inherits the file descriptor `lock`: if it outlives this process, the checkpoint stays protected. If it runs
+        inherits the file descriptor `lock_fd`: if it outlives this process, the checkpoint stays protected. If it runs
         longer than `timeout` seconds, or if this process is interrupted, the command and its children are terminated
         first.
         """
@@ -88,7 +88,7 @@ class WatchCommand:
                 [*launcher, *words],
                 stdin=subprocess.DEVNULL,
                 env=environment,
-                pass_fds=(lock,),
+                pass_fds=(lock_fd,),
                 start_new_session=True,  # so that Ctrl-C reaches only this process, which then terminates the command
             )
         except OSError:

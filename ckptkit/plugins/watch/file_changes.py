@@ -22,7 +22,7 @@ class FileSnapshot:
         """Return a snapshot of a checkpoint directory or file; None if a file disappears in the meantime."""
         with translate_os_errors(path):
             try:
-                return cls(tuple(sorted(_walk(path, ""))))
+                return cls(tuple(sorted(_file_states_below(path, ""))))
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -37,10 +37,10 @@ class FileSnapshot:
         return max(((size, changed) for _, size, changed in self.files), default=(0, 0))[1]
 
 
-def _walk(path: Path, name: str) -> list[tuple[str, int, int]]:
+def _file_states_below(path: Path, name: str) -> list[tuple[str, int, int]]:
     state = path.stat() if not name else path.lstat()
     if stat.S_ISDIR(state.st_mode):
-        return [entry for inside in names_in(path) for entry in _walk(path / inside, f"{name}/{inside}")]
+        return [entry for inside in names_in(path) for entry in _file_states_below(path / inside, f"{name}/{inside}")]
     return [(name, state.st_size, state.st_mtime_ns)] if stat.S_ISREG(state.st_mode) else []
 
 

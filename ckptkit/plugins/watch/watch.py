@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidate_paths_in_run, oldest_first
+from ckptkit.checkpoints.checkpoint import Checkpoint, Source, candidate_paths_in_run, sorted_checkpoints_with_step
 from ckptkit.errors import IOFailure, NotACheckpoint, Occupied, Usage, translate_os_errors
 from ckptkit.io.allocation import make_directory
 from ckptkit.io.claims import find_claim_object
@@ -21,7 +21,7 @@ from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.plugins.watch.commands import Final, WatchCommand
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.journal import HandledRecord, WatchJournal
-from ckptkit.runs.keeper import RunBackend, WatchLease, live_path_of, open_run_backend, require_run
+from ckptkit.runs.keeper import RunBackend, WatchLease, open_run_backend, require_run, uncached_path_of
 from ckptkit.summary import Summarized
 from ckptkit.trainers import find_step_of_path, name_without_suffixes
 from ckptkit.words import count
@@ -112,7 +112,7 @@ def watch(
         raise Usage("no command to run was passed", hint="pass --do 'consolidate {ckpt} {out}', or --exec")
     if not (every > 0 and timeout > 0) or tries < 1:
         raise Usage("expected --every and --timeout of more than 0 seconds, and --tries of 1 or more")
-    root = live_path_of(run).absolute()
+    root = uncached_path_of(run).absolute()
     keeper = open_run_backend(root)
     keeper.drop_cached_listings()
     with translate_os_errors(root):
@@ -125,7 +125,7 @@ def watch(
         "out": _OUT if out is None else str(output_directory),
     }
     key = hashlib.sha256(json.dumps(description).encode()).hexdigest()[:12]
-    with keeper.watching(key, longest=timeout * len(commands)) as post:
+    with keeper.watching(key, max_handling_seconds=timeout * len(commands)) as post:
         journal, listener = WatchJournal.of(post.folder, key, description), tell or (lambda _event: None)
         stability = StabilityWait(every)
         watcher = Watcher(keeper, post, journal, commands, output_directory, every, tries, timeout, listener, stability)
@@ -200,7 +200,7 @@ class Watcher:
         soonest = min(self._due.values(), default=math.inf) - time.monotonic()
         return min(self.every, max(soonest, 0.01))
 
-    def poll_once(self, among: AbstractSet[str] | None = None) -> bool:
+    def poll_once(self, names: AbstractSet[str] | None = None) -> bool:
         """Handle the checkpoints that are ready; return whether complete ones may still be written.
 
         Raises `IOFailure` if a checkpoint cannot be inspected, after the others are done.
@@ -208,7 +208,7 @@ class Watcher:
         self.post.require_unmoved_run()
         self.keeper.drop_cached_listings()
         now_ns = self.post.now_ns()
-        candidates = [path for path in candidate_paths_in_run(self.root) if among is None or path.name in among]
+        candidates = [path for path in candidate_paths_in_run(self.root) if names is None or path.name in names]
         for name in sorted(self._waiting - {path.name for path in candidates}):
             self.record_missed(name)
         is_restless = False
@@ -232,7 +232,7 @@ class Watcher:
                 is_restless = True
             elif self._due.get(checkpoint.name, 0) <= time.monotonic():
                 ready[checkpoint] = snapshot
-        for checkpoint in oldest_first(ready):
+        for checkpoint in sorted_checkpoints_with_step(ready):
             is_restless |= not self.handle_checkpoint(checkpoint, ready[checkpoint])
         if failures:
             raise failures[0]

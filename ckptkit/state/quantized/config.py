@@ -129,12 +129,12 @@ def weight_groups_in(section: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def block_sizes_in(section: Mapping[str, Any]) -> Iterator[Block]:
     """Yield the block sizes: of the whole model, or of groups of modules."""
     if section.get("weight_block_size") is not None:
-        yield parse_block(section["weight_block_size"])
+        yield parse_block_size(section["weight_block_size"])
     for weights in weight_groups_in(section):
         if weights.get("block_structure") is not None:
-            yield parse_block(weights["block_structure"])
+            yield parse_block_size(weights["block_structure"])
         elif has_group_scales(weights):
-            yield parse_block([1, weights.get("group_size")])
+            yield parse_block_size([1, weights.get("group_size")])
 
 
 def has_group_scales(weights: Mapping[str, Any]) -> bool:
@@ -149,12 +149,12 @@ def parse_integer_encoding(weights: Mapping[str, Any]) -> Integers:
         raise Corrupt(f"config.json: expected weights of 1 to 16 bits, found {bits!r}")
     if not isinstance(is_symmetric, bool):
         raise Corrupt(f"config.json: `symmetric`: expected true or false, found {is_symmetric}")
-    group = parse_block([1, weights.get("group_size")])[1] if has_group_scales(weights) else None
+    group = parse_block_size([1, weights.get("group_size")])[1] if has_group_scales(weights) else None
     order = weights.get("actorder")
     return Integers(bits, group, is_symmetric, order is True or str(order).lower() in ("group", "dynamic"))
 
 
-def parse_block(value: object) -> Block:
+def parse_block_size(value: object) -> Block:
     """Return rows and columns of a block. Raises `Corrupt` for anything else."""
     match value:
         case [int(rows), int(columns)] if 0 < rows <= _MAX_BLOCK and 0 < columns <= _MAX_BLOCK:
@@ -172,7 +172,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def may_be_quantized_model(specs: Mapping[str, Spec]) -> bool:
     """Return whether some of these tensors may be quantized weights or their scales."""
-    return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_packed, specs.values()))
+    return any(name.endswith(OF_WEIGHTS) for name in specs) or any(map(may_be_quantized_dtype, specs.values()))
 
 
 def is_declared_quantized(config: Mapping[str, Any]) -> bool:
@@ -187,6 +187,6 @@ def is_about_quantization(key: str, value: object) -> bool:
     return key in KEYS or (key == _MLX and isinstance(value, dict) and "bits" in value)
 
 
-def may_be_packed(spec: Spec) -> bool:
+def may_be_quantized_dtype(spec: Spec) -> bool:
     """Return whether a tensor's dtype is one that quantized numbers are stored in."""
     return spec.dtype.kind == "small_float" or spec.dtype.name in _BYTES

@@ -21,7 +21,7 @@ from ckptkit.state.quantized.config import (
     OF_WEIGHTS,
     QuantizationConfig,
     is_declared_quantized,
-    may_be_packed,
+    may_be_quantized_dtype,
     may_be_quantized_model,
     quantization_section,
     read_quantization_config,
@@ -172,11 +172,11 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
         weights = {name: packed for find in finders for name, packed in find(specs, stated)}
     if not weights and not (
         stated.method
-        and any(are_numbers(name, spec, stated) or are_scales(name, spec, stated) for name, spec in specs.items())
+        and any(needs_scales(name, spec, stated) or are_scales(name, spec, stated) for name, spec in specs.items())
     ):
         return None
     beside = {name for packed in weights.values() for name in packed.beside}
-    check_partners(layout, weights.keys() | beside, stated)
+    check_weights_have_scales(layout, weights.keys() | beside, stated)
     beside |= {name for name in specs if name.endswith(_BESIDE)}
     method = " and ".join(dict.fromkeys(packed.method for packed in weights.values()))
     return Quantized(layout, method, weights, frozenset(weights.keys() | beside))
@@ -184,14 +184,14 @@ def find_quantized(layout: Layout, config: Mapping[str, Any] | None) -> Quantize
 
 def has_no_quantized_tensor(specs: Mapping[str, Spec]) -> bool:
     """Return whether no tensor is quantized, regardless of the config: there are neither packed numbers nor scales."""
-    has_packed = any(may_be_packed(spec) and len(spec.shape) > 1 for spec in specs.values())
+    has_packed = any(may_be_quantized_dtype(spec) and len(spec.shape) > 1 for spec in specs.values())
     return not (has_packed or find_unsupported_quantized(specs) or any(name.endswith(OF_WEIGHTS) for name in specs))
 
 
-def are_numbers(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
+def needs_scales(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
     """Return whether a tensor contains numbers that need scales; in a quantized model, each integer matrix does."""
     is_block = name.endswith(BLOCKS) and spec.dtype.name == "uint8"
-    is_matrix = name.endswith(".weight") and len(spec.shape) > 1 and may_be_packed(spec)
+    is_matrix = name.endswith(".weight") and len(spec.shape) > 1 and may_be_quantized_dtype(spec)
     is_packed = stated.method is not None and is_matrix and not is_float8_weight(spec)
     of_eight = is_float8_weight(spec) and not are_scales(name, spec, stated)
     return of_eight or is_block or is_packed or name.endswith(PACKED)
@@ -202,11 +202,11 @@ def are_scales(name: str, spec: Spec, stated: QuantizationConfig) -> bool:
     return name.endswith(OF_WEIGHTS) or is_of_module or (stated.method == OF_MLX and name.endswith(SCALES))
 
 
-def check_partners(layout: Layout, taken: set[str], stated: QuantizationConfig) -> None:
+def check_weights_have_scales(layout: Layout, taken: set[str], stated: QuantizationConfig) -> None:
     """Raise `Mismatch` for a quantized weight without scales, or scales without a weight, except those in `taken`."""
     specs, hint = layout.specs, "check that no file of the model is missing"
     rest = {name: spec for name, spec in specs.items() if name not in taken}
-    alone = min((name for name, spec in rest.items() if are_numbers(name, spec, stated)), default=None)
+    alone = min((name for name, spec in rest.items() if needs_scales(name, spec, stated)), default=None)
     if alone is not None:
         message = f"expected scales for these {specs[alone]} weights, found none"
         raise Mismatch(message, path=layout.path, tensor=alone, hint=hint)

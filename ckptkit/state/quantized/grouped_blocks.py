@@ -19,13 +19,13 @@ from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape, full_box
 from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.plan import Operand, RecipeVerdict, unchanged_box
+from ckptkit.layout.plan import Operand, RecipeVerdict, identity_region
 from ckptkit.models.fit import join_few_names
 from ckptkit.state.quantized.plain_blocks import (
     FOUR_BITS,
     check_scale_factors,
-    check_zeros,
-    four_bit_pairs,
+    check_zero_scales,
+    four_bit_pair_table,
     scales_as_float32,
     value_table_of,
 )
@@ -60,7 +60,7 @@ class Codes(NamedTuple):
         if self.bits == 8:
             return value_table_of(self.numbers).take(raw)
         if self.bits == 4:
-            unpacked: Array = four_bit_pairs(self.numbers).take(raw).view(np.float32)
+            unpacked: Array = four_bit_pair_table(self.numbers).take(raw).view(np.float32)
             return unpacked
         runs = raw.reshape(*raw.shape[:-1], -1, self.bits)  # each has eight numbers in `bits` bytes
         streams = sum(runs[..., number].astype(np.uint64) << np.uint64(8 * number) for number in range(self.bits))
@@ -156,7 +156,7 @@ class Factors:
         check_scale_factors(factors, self._name, self._largest)
         spread = broadcast_over(factors, groups)
         if not self._may_vanish:
-            check_zeros(values, spread, self._name)
+            check_zero_scales(values, spread, self._name)
         values *= spread
         return False
 
@@ -215,7 +215,7 @@ class Affine:
     """Multiply the numbers of each group with its scale, round, and add its bias, as MLX does on a CPU."""
 
     def __init__(self, scales: Operand, biases: Operand, stored_as: DType) -> None:
-        self.operands = (scales._replace(region=unchanged_box), biases._replace(region=unchanged_box))
+        self.operands = (scales._replace(region=identity_region), biases._replace(region=identity_region))
         self._rounds_to = stored_as
 
     def __call__(self, values: Array, blocks: Sequence[memoryview], groups: Box) -> bool:
@@ -295,7 +295,7 @@ class Extremes:
 
 def per_group_operand(operand: Operand, shape: Shape) -> Operand:
     """Return an operand with one element per group, or a single element for all groups."""
-    return operand._replace(region=(lambda _: full_box(shape)) if prod(shape) == 1 else unchanged_box)
+    return operand._replace(region=(lambda _: full_box(shape)) if prod(shape) == 1 else identity_region)
 
 
 def broadcast_over(values: Array, groups: Box) -> Array:

@@ -43,13 +43,13 @@ def dequantized_name(name: str) -> str:
     return name.removesuffix(BLOCKS).removesuffix(_PACKED)
 
 
-def is_renamed_alike(names: Sequence[str], news: Sequence[str | None]) -> bool:
+def have_matching_new_names(names: Sequence[str], new_names: Sequence[str | None]) -> bool:
     """Return whether the tensors of one weight get new names that still match each other, or none of them gets one."""
-    if None in news:
-        return all(new is None for new in news)
+    if None in new_names:
+        return all(new is None for new in new_names)
     alike = (len(set(letters)) == 1 for letters in zip(*names, strict=False))
     stem = next((at for at, same in enumerate(alike) if not same), min(map(len, names)))
-    pairs = [(str(new), name[stem:]) for name, new in zip(names, news, strict=True)]
+    pairs = [(str(new), name[stem:]) for name, new in zip(names, new_names, strict=True)]
     return all(new.endswith(end) for new, end in pairs) and len({new.removesuffix(end) for new, end in pairs}) == 1
 
 

@@ -21,7 +21,7 @@ from ckptkit.state.model import Model, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.config import is_declared_quantized, read_quantization_config, without_quantization
 from ckptkit.state.quantized.find import Quantized, find_quantized, has_no_quantized_tensor
-from ckptkit.state.quantized.packed import dequantized_name, is_renamed_alike
+from ckptkit.state.quantized.packed import dequantized_name, have_matching_new_names
 from ckptkit.state.selection import Edits, find_wanted_dtype
 from ckptkit.words import count
 
@@ -160,14 +160,14 @@ def require_scales_with_weights(quantized: Quantized | None, model: Model, asked
     for name, packed in quantized.weights.items():
         olds = (name, *packed.beside)
         news = [names.get(old) for old in olds]
-        if not is_renamed_alike(olds, news):
+        if not have_matching_new_names(olds, news):
             new, *rest = (one or "nothing" for one in news)
             message = f"`{name}` would become `{new}`, but its scales `{packed.beside[0]}` would become `{rest[0]}`"
             hint = "select and rename both alike, or dequantize them with --dtype bf16"
             raise Usage(message, path=model.part.path, hint=hint)
 
 
-def check_casts(model: Model, options: ConvertOptions) -> Model:
+def check_quantized_casts(model: Model, options: ConvertOptions) -> Model:
     """Refuse casts that separate quantized weights from their scales, and add a note on unchanged 8-bit weights.
 
     Raises `Unsupported` or `Usage` if scales or packed numbers would be rounded on their own.
@@ -201,7 +201,7 @@ def refuse_separate_rounding(component: Component, rounded: Mapping[str, frozens
         raise Usage(message, hint=hint)
 
 
-def dequantizing_recipe_of(quantized: Quantized, name: str, source: int = 1) -> Recipe:
-    """Return the recipe of a weight, by the name of its numbers in the checkpoint, which is number `source`."""
+def dequantizing_recipe_of(quantized: Quantized, name: str, source_index: int = 1) -> Recipe:
+    """Return the recipe of a weight, by the name of its numbers in the checkpoint, which is number `source_index`."""
     packed, tensors = quantized.weights[name], quantized.layout.tensors
-    return packed.make([Operand(source, one, tensors[one].spec.dtype) for one in (name, *packed.beside)])
+    return packed.make([Operand(source_index, one, tensors[one].spec.dtype) for one in (name, *packed.beside)])

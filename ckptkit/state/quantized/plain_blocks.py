@@ -65,9 +65,9 @@ class Scaled:
             if len(stored) % 2:
                 values = value_table_of(SMALL_FLOATS[numbers.dtype.name].value_by_bits).take(stored)
             else:  # two bytes at once, which takes half the time
-                values = value_pairs_of(numbers.dtype).take(stored.view(np.uint16)).view(np.float32)
+                values = byte_pair_table(numbers.dtype).take(stored.view(np.uint16)).view(np.float32)
             values = values.reshape(block.size)
-            check_zeros(values, block_factors, scales.name)
+            check_zero_scales(values, block_factors, scales.name)
             values *= block_factors
             cast_into(values.reshape(-1), FLOAT32, dtype, converted[start:stop])
         return converted.data.cast("B"), False
@@ -110,7 +110,7 @@ class Transposed4:
         if exponents.size and (worst := int(exponents.max())) > _MAX_EXPONENT:
             most = f"2**{_MAX_EXPONENT - 127}"
             raise Corrupt(f"expected scales of at most {most} in `{scales.name}`, found 2**{worst - 127}")
-        values = four_bit_pairs(FOUR_BITS).take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
+        values = four_bit_pair_table(FOUR_BITS).take(raw).view(np.float32).reshape(*exponents.shape, _GROUP)
         values *= value_table_of(_EXPONENTS)[exponents][..., None]
         rows = values.reshape(*exponents.shape[:2], -1).transpose(0, 2, 1)
         first = box.start[1] - low * _GROUP
@@ -130,9 +130,9 @@ def with_read_dtype(scales: Operand) -> Operand:
     return scales._replace(dtype=FLOAT32) if scales.dtype.kind == "float" else scales
 
 
-def check_scale_factors(factors: Array, name: str, most: float) -> None:
+def check_scale_factors(factors: Array, name: str, largest_number: float) -> None:
     """Raise `Corrupt` for scales that are negative, NaN, or so large that a product overflows float32."""
-    limit = float(np.finfo(np.float32).max) / most
+    limit = float(np.finfo(np.float32).max) / largest_number
     # written with `not`: comparisons with NaN are false
     if factors.size and not (factors.min() >= 0 and factors.max() <= limit):
         worst = factors[~((factors >= 0) & (factors <= limit))][0]
@@ -140,7 +140,7 @@ def check_scale_factors(factors: Array, name: str, most: float) -> None:
         raise Corrupt(f"expected scales from 0 to {limit:g} in `{name}`, found {worst:g}", hint=hint)
 
 
-def check_zeros(values: Array, factors: Array, name: str) -> None:
+def check_zero_scales(values: Array, factors: Array, name: str) -> None:
     """Raise `Corrupt` for a scale of 0 whose numbers are not all 0."""
     if not factors.all() and values[np.broadcast_to(factors == 0, values.shape)].any():
         raise Corrupt(f"a scale in `{name}` is 0, but the values that it scales are not")
@@ -152,14 +152,14 @@ def value_table_of(numbers: tuple[float, ...]) -> Array:
 
 
 @cache
-def value_pairs_of(dtype: DType) -> Array:
+def byte_pair_table(dtype: DType) -> Array:
     """Return a lookup table for pairs of bytes: their two numbers as one element of 8 bytes."""
     both = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     return value_table_of(SMALL_FLOATS[dtype.name].value_by_bits)[both].view(np.uint64)
 
 
 @cache
-def four_bit_pairs(numbers: tuple[float, ...]) -> Array:
+def four_bit_pair_table(numbers: tuple[float, ...]) -> Array:
     """Return a lookup table for bytes: the two 4-bit numbers of each, low half first, as one element of 8 bytes."""
     both = np.arange(256)
     halves = np.stack([value_table_of(numbers)[both & 15], value_table_of(numbers)[both >> 4]], axis=1)

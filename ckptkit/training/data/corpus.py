@@ -92,10 +92,10 @@ class Corpus:
 
 
 @lru_cache(maxsize=2)
-def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+def epoch_order(sequence_count: int, seed: int, epoch: int) -> Tensor:
     """Return the order of the sequences in an epoch: a permutation, int64 [count]."""
     generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
-    return torch.randperm(count, generator=generator)
+    return torch.randperm(sequence_count, generator=generator)
 
 
 def indices_of_rank(indices: range, rank: int, world_size: int) -> range:

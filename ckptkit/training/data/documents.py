@@ -94,7 +94,7 @@ def read_documents(path: Path) -> Iterator[Text | Ids]:
     with translate_os_errors(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield parse_line(path, number, line)
+                yield parse_jsonl_document(path, number, line)
 
 
 def read_text_documents(path: Path) -> Iterator[Text]:
@@ -107,13 +107,13 @@ def read_text_documents(path: Path) -> Iterator[Text]:
                 yield Text(path, offset, text, begins)
                 offset, begins = offset + len(text) + len(SEPARATOR), True
             if len(rest) > PART_BYTES:
-                cut = find_cut(rest)
+                cut = find_text_cut_offset(rest)
                 yield Text(path, offset, rest[:cut], begins, ends=False)
                 offset, rest, begins = offset + cut, rest[cut:], False
         yield Text(path, offset, rest, begins)
 
 
-def find_cut(text: bytes) -> int:
+def find_text_cut_offset(text: bytes) -> int:
     """Return the offset at which to cut a text: before the last space or newline, else at a character boundary.
 
     A cut before a space rarely changes the tokens, because most tokenizers split there. A tokenizer that adds a space
@@ -126,7 +126,7 @@ def find_cut(text: bytes) -> int:
     return next((cut for cut in last if text[cut] & 0xC0 != 0x80), len(text))  # skip UTF-8 continuation bytes
 
 
-def parse_line(path: Path, number: int, line: bytes) -> Text | Ids:
+def parse_jsonl_document(path: Path, number: int, line: bytes) -> Text | Ids:
     """Return the document of a line. Raises `Corrupt` with the line number if it is invalid."""
     try:
         match json.loads(line):

@@ -27,7 +27,7 @@ from ckptkit.training.data.tokenizer import Tokenizer
 
 TOKENS, ABOUT = "tokens.bin", "tokens.json"
 BATCH_BYTES = 4 * 2**20  # bytes of text in one call of a tokenizer
-BLOCK_TOKENS = 2**20  # tokens that `check_token_ids` compares at once; bounds its memory
+BLOCK_TOKENS = 2**20  # tokens that `check_and_checksum_tokens` compares at once; bounds its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class TokenFile:
             raise Corrupt(f"the file is too short for {self.count} tokens", path=self.path) from error
 
 
-def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> TokenFile:
-    """Return the token file of `data`, by default Python's standard library. Writes it into `room` if needed.
+def prepare_tokens(data: Path | None, tokenizer: Tokenizer, directory: Path) -> TokenFile:
+    """Return the token file of `data`, by default Python's standard library. Writes it into `directory` if needed.
 
     Call it on one rank per shared disk. Raises `Usage` for ids outside the tokenizer's vocabulary and for data without
     a target, `Corrupt` for data that cannot be read, and `IOFailure`.
     """
     files = find_data_files(data)
     is_token_file = data in files and files[0].suffix in TOKEN_FILES  # a directory may have such a suffix
-    path = files[0] if is_token_file else room / TOKENS
+    path = files[0] if is_token_file else directory / TOKENS
     # the ids are made of the tokenizer, and of each file as its path, size and mtime tell
     inputs: list[object] = [tokenizer.vocab_size, tokenizer.start, tokenizer.end]
     inputs += [(name, hashlib.sha256(content).hexdigest()) for name, content in sorted(tokenizer.files().items())]
@@ -74,10 +74,10 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
             status = file.stat()
         inputs.append((str(file.resolve()), status.st_size, status.st_mtime_ns))
     made_of = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
-    if (known := find_token_file_record(room / ABOUT, made_of, path)) is not None:
+    if (known := find_token_file_record(directory / ABOUT, made_of, path)) is not None:
         return known
-    with translate_os_errors(room):
-        (room / ABOUT).unlink(missing_ok=True)  # first, because it does not describe the file written next
+    with translate_os_errors(directory):
+        (directory / ABOUT).unlink(missing_ok=True)  # first, because it does not describe the file written next
     if is_token_file:
         tokens = open_foreign_token_file(path, tokenizer)
     else:
@@ -90,11 +90,11 @@ def prepare_tokens(data: Path | None, tokenizer: Tokenizer, room: Path) -> Token
                     count += len(ids)
             stage.commit()
         tokens = TokenFile(path, dtype.str, 0, count, tokenizer.end, tokenizer.vocab_size)
-    tokens = check_token_ids(tokens, data, tokenizer.name)
+    tokens = check_and_checksum_tokens(tokens, data, tokenizer.name)
     fields = asdict(tokens)
     del fields["path"]  # the run may be moved
     about = json.dumps({"made_of": made_of, "tokens": fields}, indent=2).encode() + b"\n"
-    publish_file(room / ABOUT, about, overwrite=True)
+    publish_file(directory / ABOUT, about, overwrite=True)
     return tokens
 
 
@@ -180,7 +180,7 @@ def ids_of_document(document: Ids, tokenizer: Tokenizer) -> NDArray[np.integer]:
     return np.array(document.content, dtype=np.int64)
 
 
-def check_token_ids(tokens: TokenFile, data: Path | None, name: str) -> TokenFile:
+def check_and_checksum_tokens(tokens: TokenFile, data: Path | None, tokenizer_name: str) -> TokenFile:
     """Return `tokens` with its checksum, after a check of every id.
 
     Raises `Usage` for an id outside the vocabulary, and if no document has two tokens.
@@ -192,7 +192,9 @@ def check_token_ids(tokens: TokenFile, data: Path | None, name: str) -> TokenFil
         wrong = (block < 0) | (block >= tokens.vocab_size)
         if wrong.any():
             first = int(wrong.argmax())
-            raise unknown_id_error(f"id {block[first]} at place {start + first}", tokens.vocab_size, name, tokens.path)
+            raise unknown_id_error(
+                f"id {block[first]} at place {start + first}", tokens.vocab_size, tokenizer_name, tokens.path
+            )
         # a token other than `end` that is not the last of the file is followed by a target
         has_target = has_target or bool((block[: tokens.count - 1 - start] != tokens.end).any())
         checksum = zlib.crc32(block.data, checksum)
@@ -202,8 +204,10 @@ def check_token_ids(tokens: TokenFile, data: Path | None, name: str) -> TokenFil
     return replace(tokens, checksum=checksum)
 
 
-def unknown_id_error(where: str, vocab_size: int, name: str, path: Path) -> Usage:
+def unknown_id_error(where: str, vocab_size: int, tokenizer_name: str, path: Path) -> Usage:
     hint = "pass the tokenizer that made the ids with --tokenizer"
     return Usage(
-        f"expected ids below {vocab_size}, the tokens of tokenizer `{name}`; found {where}", path=path, hint=hint
+        f"expected ids below {vocab_size}, the tokens of tokenizer `{tokenizer_name}`; found {where}",
+        path=path,
+        hint=hint,
     )

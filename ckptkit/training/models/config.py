@@ -32,7 +32,7 @@ class RopeScaling:
             )
 
     @classmethod
-    def from_keys(cls, rope: Mapping[str, Any]) -> RopeScaling | None:
+    def from_rope_config(cls, rope: Mapping[str, Any]) -> RopeScaling | None:
         """Return the scaling in the RoPE keys of a config.json, None for plain RoPE. Raises `Unsupported`."""
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind == "default":
@@ -124,7 +124,7 @@ class ModelConfig:
                 max_position_embeddings=int(keys.get("max_position_embeddings", 2048)),
                 rms_norm_eps=float(keys.get("rms_norm_eps", 1e-6)),
                 rope_theta=float(rope.get("rope_theta", keys.get("rope_theta", 10000.0))),
-                rope_scaling=RopeScaling.from_keys(rope),
+                rope_scaling=RopeScaling.from_rope_config(rope),
                 initializer_range=float(keys.get("initializer_range", 0.02)),
                 tie_word_embeddings=bool(keys.get("tie_word_embeddings", False)),
             )

@@ -140,10 +140,10 @@ class LoraBlueprint:
         """
         with torch.device("meta"):
             model = self._base.build()
-        targets = self._lora.targets or linear_names(self._base.transformer_blocks(model))
+        targets = self._lora.targets or linear_layer_suffixes(self._base.transformer_blocks(model))
         for target in targets:
             if not any(ends_with_name(name, target) for name, _ in model.named_modules()):
-                known = ", ".join(linear_names([model]))
+                known = ", ".join(linear_layer_suffixes([model]))
                 message = f"--lora-targets: expected the name of a module, found `{target}`"
                 raise Usage(message, hint=f"use one of {known}" if known else None)
         if not targets:
@@ -151,7 +151,7 @@ class LoraBlueprint:
         return targets
 
 
-def linear_names(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+def linear_layer_suffixes(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """Return the last components of the names of all linear layers in `modules`, such as `q_proj`, without repeats."""
     named = [item for module in modules for item in module.named_modules()]
     return tuple(dict.fromkeys(name.rpartition(".")[2] for name, module in named if type(module) is nn.Linear))

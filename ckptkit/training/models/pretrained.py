@@ -44,7 +44,7 @@ class Pretrained:
             hint = "pass a directory with dequantized weights, and without `quantization_config` in its config.json"
             raise Unsupported("the model is quantized: such weights cannot be trained", path=directory, hint=hint)
         self._files = companions.files
-        self._is_checked = False  # True once `documents_checked` has passed for a batch
+        self._is_checked = False  # True once `document_separation_checked` has passed for a batch
 
     def build(self) -> nn.Module:
         """Build the model with transformers, in training mode, with the dropout of its config."""
@@ -72,18 +72,18 @@ class Pretrained:
         names = name.split(".") if name else []
         ancestors: list[tuple[nn.Module, PreTrainedModel]] = []  # from the root to the module, with their nearest model
         for depth in range(len(names) + 1):
-            ancestor = self._skeleton.get_submodule(".".join(names[:depth]))
+            ancestor = self._model_on_meta.get_submodule(".".join(names[:depth]))
             ancestors.append((ancestor, ancestor if isinstance(ancestor, PreTrainedModel) else ancestors[-1][1]))
         own = dict(module.named_parameters(recurse=False))
         for parameter in own.values():
             parameter.fill_(torch.nan)  # to detect parameters that no rule initializes
         # `_init_weights` of a model may access children of the module it gets, and a parent's call may initialize this
         # module. So put the module's parameters into a full model, whose other parameters are on `meta`.
-        with replaced_parameters(self._skeleton.get_submodule(name), own):
+        with replaced_parameters(self._model_on_meta.get_submodule(name), own):
             for ancestor, owner in reversed(ancestors):
                 owner._init_weights(ancestor)
         for key, buffer in module.named_buffers(recurse=False):
-            buffer.copy_(self._skeleton.get_submodule(name).get_buffer(key))
+            buffer.copy_(self._model_on_meta.get_submodule(name).get_buffer(key))
         for key, parameter in own.items():
             if self.weights is None and parameter.isnan().any():
                 raise Unsupported(
@@ -104,17 +104,17 @@ class Pretrained:
         if positions is None:
             logits: Tensor = model(input_ids=tokens, use_cache=False).logits
             return logits
-        if "position_ids" not in signature(self._skeleton.forward).parameters:
+        if "position_ids" not in signature(self._model_on_meta.forward).parameters:
             hint = "pass data that is one document, or use another model"
             message = f"a `{self.config.model_type}` does not accept `position_ids`, which packed documents need"
             raise Unsupported(message, path=self.directory, hint=hint)
         # many families do not derive the attention masks from positions
         shape = torch.empty(*positions.shape, 0, device=positions.device)
         # config, embeddings, attention mask, cache (whose name changed in transformers 5.24), positions
-        masks = create_masks_for_generate(self._skeleton.config, shape, None, None, positions)
+        masks = create_masks_for_generate(self._model_on_meta.config, shape, None, None, positions)
         # check once, with the first batch that has a sequence of several documents
         must_check = not self._is_checked and bool((positions[:, 1:] == 0).any())
-        with documents_checked(self.transformer_blocks(model), positions) if must_check else nullcontext():
+        with document_separation_checked(self.transformer_blocks(model), positions) if must_check else nullcontext():
             logits = model(input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False).logits
         self._is_checked |= must_check
         return logits
@@ -124,7 +124,7 @@ class Pretrained:
         return self._files
 
     @cached_property
-    def _skeleton(self) -> Any:
+    def _model_on_meta(self) -> Any:
         """Return the model with real buffers on the CPU and parameters on `meta`.
 
         The buffers come from here, because transformers computes them only when it builds a model.
@@ -135,7 +135,7 @@ class Pretrained:
 
 
 @contextmanager
-def documents_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
+def document_separation_checked(blocks: Sequence[nn.Module], positions: Tensor) -> Iterator[None]:
     """Raise `Unsupported` if a block runs inside the context and may mix documents of one sequence.
 
     Checks the attention mask that each block gets, because not every family applies it, and that no block has a
@@ -175,9 +175,9 @@ def transformers_errors_translated(directory: Path) -> Iterator[None]:
         raise Unsupported(f"transformers cannot build it: {text.splitlines()[0]}", path=directory) from error
 
 
-def attention_width(text: Any) -> int:
+def attention_width(text_config: Any) -> int:
     """Return the number of query heads times head_dim of the first layer; 0 for a model without attention."""
-    layer = getattr(text, "per_layer_config", [text])[0]
+    layer = getattr(text_config, "per_layer_config", [text_config])[0]
     heads = getattr(layer, "num_attention_heads", None)
     return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)) if heads else 0
 

@@ -21,7 +21,7 @@ from ckptkit.errors import Corrupt, Unsupported, translate_os_errors
 from ckptkit.storage import Reader
 from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.trainers.ckptkit import TRAINING
-from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap_dict
+from ckptkit.training.saving.save import IN_PARTS, MODEL, unwrap_dict_from_tuple
 from ckptkit.training.saving.state import Tree, map_tensors, nest_leaves, tensors_by_dotted_key
 
 FILE = "state.pt"
@@ -40,17 +40,17 @@ class Stored:
         self._reader = Reader(path, under=MODEL if is_model else "", unasked="ignore")
         self._in_file: set[str] = set()
 
-    def load_outline(self) -> Tree:
+    def load_state_on_meta(self) -> Tree:
         """Return the state with meta tensors (shape and dtype, no data) in place of the stored tensors.
 
         Non-tensor entries of a checkpoint directory are None. Entries of a torch.save file other than model and
         optimizer are already loaded.
         """
-        in_file, outline = self._ranks.run_on_first_rank(self._outline)
+        in_file, outline = self._ranks.run_on_first_rank(self._read_state_on_meta)
         self._in_file = set(in_file)
         return outline | in_file
 
-    def _outline(self) -> tuple[Tree, Tree]:
+    def _read_state_on_meta(self) -> tuple[Tree, Tree]:
         state: Tree = {}
         if self._file is not None:
             # torch does not verify checksums, so they are verified first
@@ -63,7 +63,7 @@ class Stored:
                 except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
                     raise Corrupt(f"torch cannot load it: {str(error).splitlines()[0]}", path=self._file) from error
             # a sharded checkpoint that was converted to one file still has its dicts wrapped in tuples
-            state = {name: unwrap_dict(entry) for name, entry in loaded.items()}
+            state = {name: unwrap_dict_from_tuple(entry) for name, entry in loaded.items()}
         on_meta = partial(torch.empty_like, device="meta")
         outline = {name: map_tensors(on_meta if name in IN_PARTS else clone, entry) for name, entry in state.items()}
         if self._file == self.path / FILE:
@@ -92,4 +92,4 @@ class Stored:
             state_dict_loader.load(every, storage_reader=self._reader, planner=planner, process_group=self._ranks.group)
         except CheckpointException as error:
             raise to_rank_error(error, self.path, "load") from error
-        wanted |= {name: unwrap_dict(every[name]) for name in state}
+        wanted |= {name: unwrap_dict_from_tuple(every[name]) for name in state}

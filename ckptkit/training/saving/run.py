@@ -45,7 +45,7 @@ from ckptkit.storage.ranks import Ranks
 from ckptkit.storage.store_writer import StoreWriter, require_no_checkpoint_at
 from ckptkit.summary import format_call
 from ckptkit.trainers.ckptkit import METRICS
-from ckptkit.training.config import require_storable
+from ckptkit.training.config import require_savable_to_store
 from ckptkit.training.saving.load import Stored
 from ckptkit.training.saving.save import ADAPTER, FORMATS, Saver
 from ckptkit.training.saving.state import Training, Tree
@@ -123,7 +123,7 @@ class Run:
         if state_dict not in FORMATS:
             raise Usage(f"unknown state dict `{state_dict}`", hint=f"use one of {', '.join(FORMATS)}")
         self.root = to_destination(root)
-        require_storable(self.root, state_dict)
+        require_savable_to_store(self.root, state_dict)
         self.state_dict = state_dict
         self._policy = Policy(keep_last, keep_every, None if keep_best is None else Best.parse(keep_best))
         self._files = dict(files or {})
@@ -196,7 +196,7 @@ class Run:
         path = self.checkpoint(step)
         stage = None if is_remote(path) else Stage(path)
         try:
-            room = self._ranks.run_on_first_rank(partial(self._reserve, path, stage))
+            room = self._ranks.run_on_first_rank(partial(self._reserve_destination, path, stage))
             entries, tied = self._saver.prepare_state(
                 {"step": step, **training.take_state()}, copy=self._thread is not None
             )
@@ -218,7 +218,7 @@ class Run:
             self._saving = self._thread.submit(finish)
         return path
 
-    def _reserve(self, path: Path, stage: Stage | None) -> Path:
+    def _reserve_destination(self, path: Path, stage: Stage | None) -> Path:
         """Return where the ranks write: the hidden directory of `stage`, or `path` itself in a store.
 
         Raises `Occupied` if there is a checkpoint that may not be overwritten.
@@ -285,7 +285,7 @@ class Run:
         chosen = self._ranks.run_on_first_rank(lambda: self._choose_checkpoint(path))
         try:
             stored = Stored(chosen, self._ranks)
-            wanted = training.prepare_entries(stored.load_outline())
+            wanted = training.prepare_entries_to_load(stored.load_state_on_meta())
             stored.read_into(wanted)
             training.restore_state(wanted)
         except CkptError as error:

@@ -64,7 +64,7 @@ class Saver:
         if copy:
             entries = copy_to_cpu(entries)
         if self._ranks.rank == 0:
-            entries |= {name: wrap_dict(entry) for name, entry in state.items() if name not in IN_PARTS}
+            entries |= {name: wrap_dict_in_tuple(entry) for name, entry in state.items() if name not in IN_PARTS}
         return entries, tied
 
     def write_state(self, writer: StorageWriter, entries: Tree, path: Path) -> None:
@@ -123,23 +123,23 @@ class PlainPlanner(DefaultSavePlanner):
     """A planner for a plain torch.save file, which stores dicts without the tuples that DCP needs."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's name for it
-        return super().transform_object(write_item, unwrap_dict(object))
+        return super().transform_object(write_item, unwrap_dict_from_tuple(object))
 
 
-def wrap_dict(entry: Any) -> Any:
+def wrap_dict_in_tuple(entry: Any) -> Any:
     """Return a dict in a tuple, which DCP stores as one entry instead of flattening it."""
     return (entry,) if isinstance(entry, dict) else entry
 
 
-def unwrap_dict(entry: Any) -> Any:
-    """Undo `wrap_dict`. Returns a dict without a tuple, as in a converted checkpoint, unchanged."""
+def unwrap_dict_from_tuple(entry: Any) -> Any:
+    """Undo `wrap_dict_in_tuple`. Returns a dict without a tuple, as in a converted checkpoint, unchanged."""
     return entry[0] if isinstance(entry, tuple) and len(entry) == 1 and isinstance(entry[0], dict) else entry
 
 
 def wrap_empty_dicts(tree: Tree) -> Tree:
     """Return a state with its empty dicts wrapped, because DCP drops empty dicts."""
     inner = {
-        name: wrap_empty_dicts(entry) if entry else wrap_dict(entry)
+        name: wrap_empty_dicts(entry) if entry else wrap_dict_in_tuple(entry)
         for name, entry in tree.items()
         if isinstance(entry, dict)
     }

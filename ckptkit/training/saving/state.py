@@ -86,29 +86,32 @@ def with_integer_dicts_as_lists(tree: Any) -> Any:
     return [inside[key] for key in range(len(inside))]
 
 
-def with_empty_cpu_tensors(tree: Any) -> Any:
+def materialize_meta_tensors(tree: Any) -> Any:
     """Return the tree with an uninitialized CPU tensor in place of each meta tensor."""
     return map_tensors(lambda each: torch.empty(each.shape, dtype=each.dtype) if each.is_meta else each, tree)
 
 
-def with_model_buffers(stored: Any, ours: Any, name: str) -> Any:
-    """Return the `stored` tree with the tensors of the model (`ours`) as buffers to read into.
+def with_model_tensors(stored: Any, model_state: Any, name: str) -> Any:
+    """Return the `stored` tree with the tensors of the model (`model_state`) as buffers to read into.
 
     Non-tensor leaves are the stored values. Raises `Mismatch`, with a tensor name that starts with `name`, if keys,
     shapes or dtypes differ.
     """
-    if isinstance(stored, dict) and isinstance(ours, dict):
-        require_same_names(stored, ours, name)
-        return {key: with_model_buffers(value, ours[key], f"{name}.{key}") for key, value in stored.items()}
-    if isinstance(stored, Tensor) and isinstance(ours, Tensor):
-        if stored.shape != ours.shape:
-            message = f"expected shape {list(ours.shape)} as in the model, found {list(stored.shape)} in the checkpoint"
+    if isinstance(stored, dict) and isinstance(model_state, dict):
+        require_same_names(stored, model_state, name)
+        return {key: with_model_tensors(value, model_state[key], f"{name}.{key}") for key, value in stored.items()}
+    if isinstance(stored, Tensor) and isinstance(model_state, Tensor):
+        if stored.shape != model_state.shape:
+            expected = f"expected shape {list(model_state.shape)} as in the model"
+            message = f"{expected}, found {list(stored.shape)} in the checkpoint"
             raise Mismatch(message, tensor=name, hint="check that the checkpoint is of the same model")
-        if stored.dtype != ours.dtype:
-            message = f"expected {dtype_name(ours)} as in the model, found {dtype_name(stored)} in the checkpoint"
+        if stored.dtype != model_state.dtype:
+            message = (
+                f"expected {dtype_name(model_state)} as in the model, found {dtype_name(stored)} in the checkpoint"
+            )
             raise Mismatch(message, tensor=name, hint="build the model in the dtype that it was saved in")
-        return ours
-    if isinstance(stored, Tensor) or isinstance(ours, Tensor):
+        return model_state
+    if isinstance(stored, Tensor) or isinstance(model_state, Tensor):
         raise Mismatch("expected a tensor in both the checkpoint and the model, found it in only one", tensor=name)
     return stored
 
@@ -170,7 +173,7 @@ class Training:
             state["optim"] = take_optimizer_state(self.model, self.optimizer, self.ranks)
         return {**state, **others}
 
-    def prepare_entries(self, stored: Tree) -> Tree:
+    def prepare_entries_to_load(self, stored: Tree) -> Tree:
         """Return the entries to load, with tensors to read them into.
 
         `stored` is the outline of a checkpoint: its tensors have no data. Raises `Mismatch` if an entry is missing, or
@@ -184,12 +187,12 @@ class Training:
                     f"expected `{name}` in the checkpoint, found only {available}",
                     hint=f"load without `{name}` if that is intended",
                 )
-        wanted = {name: with_empty_cpu_tensors(stored[name]) for name in ("step", *self.others)}
+        wanted = {name: materialize_meta_tensors(stored[name]) for name in ("step", *self.others)}
         ours = get_model_state_dict(self.model)
         if are_adapter_names(stored["model"]):
             self.kept = {name: tensor for name, tensor in ours.items() if parse_tensor_name(name) is None}
             ours = {name: tensor for name, tensor in ours.items() if name not in self.kept}
-        wanted["model"] = with_model_buffers(stored["model"], ours, "model")
+        wanted["model"] = with_model_tensors(stored["model"], ours, "model")
         if self.optimizer is not None:
             # torch initializes an empty optimizer only if no parameter has a gradient
             self.optimizer.zero_grad(set_to_none=True)
@@ -205,14 +208,14 @@ class Training:
                     raise Mismatch(message, tensor=f"optim.state.{name}", hint=hint)
             wanted["optim"] = {
                 "state": {
-                    name: with_model_buffers(state[name], own["state"][name], f"optim.state.{name}") for name in state
+                    name: with_model_tensors(state[name], own["state"][name], f"optim.state.{name}") for name in state
                 },
-                "param_groups": with_empty_cpu_tensors(stored["optim"]["param_groups"]),
+                "param_groups": materialize_meta_tensors(stored["optim"]["param_groups"]),
             }
         return wanted
 
     def restore_state(self, state: Tree) -> None:
-        """Load `state` into the model, optimizer and others: from `prepare_entries`, filled by `Stored.read_into`."""
+        """Load `state`, of `prepare_entries_to_load` and filled by `Stored.read_into`, into the model and all else."""
         if self.optimizer is not None:
             groups = state["optim"]["param_groups"]
             if [set(group["params"]) for group in groups] != self.groups:
@@ -240,9 +243,9 @@ def are_adapter_names(names: Iterable[str]) -> bool:
     return {parse_tensor_name(name) is not None for name in names} == {True}
 
 
-def copy_plain_state(name: str, thing: Stateful | dict[Any, Any]) -> Any:
+def copy_plain_state(name: str, stateful: Stateful | dict[Any, Any]) -> Any:
     """Return a copy of the state of one object. Raises `Usage` unless it has only plain values and full tensors."""
-    state = thing if isinstance(thing, dict) else thing.state_dict()
+    state = stateful if isinstance(stateful, dict) else stateful.state_dict()
     if any(isinstance(tensor, (DTensor, ShardedTensor)) for _, tensor in tensors_by_dotted_key(state)):
         raise Usage(f"the state of `{name}` holds a sharded tensor", hint="only model and optimizer may hold those")
     return copy_by_saving(name, state)

@@ -236,7 +236,7 @@ def check_equal_logits(runs: SmokeRuns) -> str:
     missing, unexpected = model.load_state_dict(runs.exported_tensors, strict=False)
     if unexpected or set(missing) != tied_names(runs):
         raise CheckFailed(f"missing {missing}, unexpected {unexpected}")
-    return check_logits_of(runs, model)
+    return check_equals_trained_logits(runs, model)
 
 
 def check_opens_in_transformers(runs: SmokeRuns) -> str:
@@ -250,11 +250,11 @@ def check_opens_in_transformers(runs: SmokeRuns) -> str:
         raise CheckFailed(f"no export at {runs.out}")
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(runs.out, local_files_only=True)
-    return check_logits_of(runs, lambda tokens: model(tokens).logits)
+    return check_equals_trained_logits(runs, lambda tokens: model(tokens).logits)
 
 
 @torch.no_grad()
-def check_logits_of(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> str:
+def check_equals_trained_logits(runs: SmokeRuns, model: Callable[[Tensor], Tensor]) -> str:
     """Compare a model's logits with the logits of the trained model. Raises `CheckFailed` if they differ."""
     found, expected = model(runs.prompt_tokens), runs.trained_model(runs.prompt_tokens)
     if not torch.equal(found, expected):
@@ -292,10 +292,10 @@ CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
         runs.last_checkpoint_path, runs.scratch / "resumed" / runs.last_checkpoint_path.name
     ),
     "another world size": lambda runs: (
-        f"{runs.nproc + 1} ranks: {compare_checkpoints(runs.last_checkpoint_path, runs.path_at_other_size)}"
+        f"{runs.nproc + 1} ranks: {compare_checkpoints(runs.last_checkpoint_path, runs.other_world_size_path)}"
     ),
     # a full (single-file) checkpoint loads, and the shards saved from it are unchanged
-    "full state": lambda runs: compare_checkpoints(runs.last_checkpoint_path, runs.path_from_full),
+    "full state": lambda runs: compare_checkpoints(runs.last_checkpoint_path, runs.path_resharded_from_full),
     **{name: import_object(known.where) for name, known in PLUGIN_CHECKS.items()},
     "reshard": check_reshards,
     "resume after reshard": check_resumes_resharded,

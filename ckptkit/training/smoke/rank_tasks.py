@@ -79,7 +79,7 @@ def load_and_save(config: TrainConfig, place: RankPlace, _report: Report) -> Non
             trainer.save(run)
 
 
-def step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: RankPlace, report: Report) -> None:
+def take_step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: RankPlace, report: Report) -> None:
     """Resume from each checkpoint for one step, and report the steps. Saves nothing."""
     with process_group(place, config.device, deterministic=True) as mesh:
         trainers = (start_training(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints)

@@ -26,18 +26,19 @@ from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
 from ckptkit.training.saving.state import tensors_by_dotted_key
-from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, step_from_each, train_and_report
+from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, take_step_from_each, train_and_report
 from ckptkit.training.smoke.run_check import CheckFailed
 
 
-def compare_checkpoints(one: Path, other: Path, under: str = "") -> str:
+def compare_checkpoints(one: Path, other: Path, name_prefix: str = "") -> str:
     """Compare all tensors of two checkpoints, read by torch. Raises `CheckFailed` if they differ.
 
-    With `under`, only tensors of the first checkpoint whose name starts with `under` are expected in the second.
+    With `name_prefix`, only tensors of the first checkpoint whose name starts with `name_prefix` are expected in the
+    second.
     """
-    expected = {name: tensor for name, tensor in read_tensors_by_torch(one).items() if name.startswith(under)}
+    expected = {name: tensor for name, tensor in read_tensors_by_torch(one).items() if name.startswith(name_prefix)}
     count = compare_tensors(expected, read_tensors_by_torch(other))
-    return f"{count} tensors of {under or 'model and optimizer'} equal, bit for bit"
+    return f"{count} tensors of {name_prefix or 'model and optimizer'} equal, bit for bit"
 
 
 def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
@@ -85,7 +86,7 @@ class SmokeRuns:
         return run_ranks(partial(train_and_report, config), self.nproc)
 
     @cached_property
-    def path_at_other_size(self) -> Path:
+    def other_world_size_path(self) -> Path:
         """Return the last checkpoint, loaded by one more rank and saved as one file."""
         config = replace(
             self._resumed_config("other", self.config.run, STEPS), state_dict="full", device=self._any_device
@@ -94,9 +95,9 @@ class SmokeRuns:
         return RunFolder(config.run).checkpoint(STEPS)
 
     @cached_property
-    def path_from_full(self) -> Path:
-        """Return the checkpoint `path_at_other_size`, loaded and saved as shards again."""
-        config = self._resumed_config("back", self.path_at_other_size.parent, STEPS)
+    def path_resharded_from_full(self) -> Path:
+        """Return the checkpoint `other_world_size_path`, loaded and saved as shards again."""
+        config = self._resumed_config("back", self.other_world_size_path.parent, STEPS)
         run_ranks(partial(load_and_save, config), self.nproc)
         return RunFolder(config.run).checkpoint(STEPS)
 
@@ -118,7 +119,7 @@ class SmokeRuns:
         size = self.nproc + 1
         resharded = reshard(original, self.scratch / "resharded", to=size).output
         config = replace(self.config, run=self.scratch / "stepped", device=self._any_device)
-        return run_ranks(partial(step_from_each, config, [original, resharded]), size)
+        return run_ranks(partial(take_step_from_each, config, [original, resharded]), size)
 
     @property
     def _any_device(self) -> Device:

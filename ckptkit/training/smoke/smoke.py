@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptkit.checkpoints.checkpoint import checkpoints_named_in_run
+from ckptkit.checkpoints.checkpoint import step_checkpoints_in_run
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.entry_points import PluginTable, import_object
@@ -124,7 +124,7 @@ def create_smoke_run(run: Path) -> None:
             from ckptkit.training.metrics import METRICS, TENSORBOARD  # these import torch, which takes seconds
             from ckptkit.training.smoke.runs import SAVED, STEPS
 
-            named = checkpoints_named_in_run(run)
+            named = step_checkpoints_in_run(run)
             later = [checkpoint.name for checkpoint in named if (checkpoint.step_in_name or 0) > STEPS]
             if later:
                 message = f"the run has checkpoints that the smoke test did not make: {', '.join(later[:_MOST_NAMED])}"

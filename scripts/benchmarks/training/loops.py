@@ -26,7 +26,7 @@ from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.loop import DeferredSignal, take_steps
 from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
-from ckptkit.training.shard import compile_blocks, count_matmul_elements, param_dtype
+from ckptkit.training.shard import compile_blocks, matmul_and_frozen_counts, param_dtype
 from ckptkit.training.start import start_training
 from ckptkit.training.trainer import make_scheduler
 from scripts.benchmarks.training.watch import Watch
@@ -54,7 +54,7 @@ def prepare(home: Path, config: TrainConfig) -> None:
 
 def describe(config: TrainConfig, blueprint: Blueprint, model: nn.Module) -> dict[str, object]:
     """Return the facts that a table is to be read with."""
-    multiplied, _ = count_matmul_elements(model)
+    multiplied, _ = matmul_and_frozen_counts(model)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops_per_token(

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from ckptkit.cli.pictures.shards import Rectangle, cut_boxes
+from ckptkit.cli.pictures.shards import Rectangle, boxes_to_rectangles
 from ckptkit.layout.box import Box
 
 
@@ -31,7 +31,7 @@ def area(rectangle: Rectangle) -> float:
 def test_rectangles_are_as_large_as_the_boxes_and_do_not_overlap(
     shape: tuple[int, ...], boxes: list[Box], axes: tuple[int, ...]
 ) -> None:
-    found = cut_boxes(shape, boxes)
+    found = boxes_to_rectangles(shape, boxes)
     assert found.axes == axes
     for box, rectangle in zip(boxes, found.rectangles, strict=True):
         assert area(rectangle) == pytest.approx(box.numel / prod(shape))
@@ -41,13 +41,15 @@ def test_rectangles_are_as_large_as_the_boxes_and_do_not_overlap(
 
 
 def test_a_flat_shard_is_drawn_by_its_bytes() -> None:
-    found = cut_boxes((4, 3), [Box((0, 0), (1, 3)), Box((1, 0), (1, 2)), Box((1, 2), (1, 1)), Box((2, 0), (2, 3))])
+    found = boxes_to_rectangles(
+        (4, 3), [Box((0, 0), (1, 3)), Box((1, 0), (1, 2)), Box((1, 2), (1, 1)), Box((2, 0), (2, 3))]
+    )
     assert found.is_flat
     assert [(round(r.left * 12), round(r.right * 12)) for r in found.rectangles] == [(0, 3), (3, 5), (5, 6), (6, 12)]
 
 
 def test_a_grid_lies_as_the_matrix_is_written() -> None:
-    found = cut_boxes((4, 6), [Box((0, 3), (2, 3)), Box((0, 0), (4, 3)), Box((2, 3), (2, 3))])
+    found = boxes_to_rectangles((4, 6), [Box((0, 3), (2, 3)), Box((0, 0), (4, 3)), Box((2, 3), (2, 3))])
     assert found.is_grid
     assert found.rectangles[0] == Rectangle(0.5, 1.0, 0.0, 0.5)
     assert found.rectangles[1] == Rectangle(0.0, 0.5, 0.0, 1.0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.state_files import read_legacy
+from ckptkit.formats.archives.state_files import read_legacy_torch_save
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.pt import Pt
@@ -168,7 +168,7 @@ def test_no_tensor_data_is_read() -> None:
         end = length - len(tail)
         return tail[offset - end :][:size] if offset >= end else (head[offset:] + bytes(size))[:size]
 
-    _, entries = read_legacy(read, length)
+    _, entries = read_legacy_torch_save(read, length)
     assert entries["data/1"].length == 4 * rows
     assert entries["data/2"].offset + entries["data/2"].length == length
     assert sum(asked) < 1 << 20

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.zip_entries import Located, ReadAt, open_archive, read_directory
+from ckptkit.formats.archives.zip_entries import Located, ReadAt, locate_single_tensor, read_central_directory
 from tests.formats.contract import SHAPES, raw_bytes
 from tests.producers import DTYPES, bits, counted
 
@@ -39,7 +39,7 @@ def reader(data: bytes) -> ReadAt:
 
 
 def locate(data: bytes) -> Located:
-    return open_archive(reader(data), len(data))[0]
+    return locate_single_tensor(reader(data), len(data))[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -265,7 +265,7 @@ def test_storages_past_4_gib_are_found() -> None:
     archive.append(pack("<4sIQI", b"PK\x06\x07", 0, end, 1))
     archive.append(pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 2, 2, len(directory), ONES, 0))
 
-    found = open_archive(archive.read, archive.length)[0]
+    found = locate_single_tensor(archive.read, archive.length)[0]
 
     assert (found.offset, found.length) == (44, nbytes)
     assert found.tensor.shape == (nbytes // 4,)
@@ -285,4 +285,6 @@ def central(name: bytes, size: int, header: int, crc: int) -> bytes:
 
 def test_a_directory_lists_every_entry_without_its_prefix() -> None:
     data = saved({"a": counted(2), "b": counted(3)})
-    assert {"data.pkl", "data/0", "data/1", "version", "byteorder"} <= read_directory(reader(data), len(data)).keys()
+    assert {"data.pkl", "data/0", "data/1", "version", "byteorder"} <= read_central_directory(
+        reader(data), len(data)
+    ).keys()

@@ -46,7 +46,7 @@ def convert(wanted: Layout, root: Path) -> Path:
     """Write a checkpoint as one file; where it is."""
     writer = get_writer("pt")
     file = arrange(wanted)
-    create_files(root, [file], anew=True)
+    create_files(root, [file], must_be_new=True)
     made = read_output_layout(writer, root, wanted.tensors, wanted.blobs)
     copied = execute(make_plan(locate_all_chunks(wanted), made), jobs=2)
     finalize_files(writer, made, copied.checksums)

@@ -12,7 +12,7 @@ import torch
 
 from ckptkit.errors import CkptError
 from ckptkit.formats.archives.locate import ArchiveTemplates
-from ckptkit.formats.archives.zip_entries import Located, open_archive
+from ckptkit.formats.archives.zip_entries import Located, locate_single_tensor
 from ckptkit.io.file import OpenFiles, ReadAhead
 from tests.formats.archives.test_read_archive import reader
 
@@ -66,7 +66,7 @@ def found_or_said(locate: Callable[[bytes], Located], data: bytes) -> Located | 
 
 
 def locate_anew(data: bytes) -> Located:
-    return open_archive(reader(data), len(data))[0]
+    return locate_single_tensor(reader(data), len(data))[0]
 
 
 def test_archives_of_one_shape_fit_the_first(archives: Archives) -> None:

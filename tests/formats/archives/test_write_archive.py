@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckptkit.errors import Unsupported
 from ckptkit.formats.archives.write_archive import ZipTemplate, make_zip_template, tensor_rebuild_record
-from ckptkit.formats.archives.zip_entries import open_archive
+from ckptkit.formats.archives.zip_entries import locate_single_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
@@ -66,7 +66,7 @@ def test_zipfile_finds_nothing_wrong() -> None:
 def test_our_reader_finds_the_bytes_and_their_checksum() -> None:
     tensor = counted(5, 7)
     data = wrap(tensor)
-    found = open_archive(lambda offset, length: data[offset : offset + length], len(data))[0]
+    found = locate_single_tensor(lambda offset, length: data[offset : offset + length], len(data))[0]
     assert data[found.offset : found.offset + found.length] == raw_bytes(tensor)
     assert found.crc32 == zlib.crc32(raw_bytes(tensor))
     assert found.offset % 64 == 0

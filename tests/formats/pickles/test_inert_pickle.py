@@ -251,11 +251,11 @@ def test_random_opcodes_give_a_value_or_an_error(data: bytes) -> None:
 def value_or_error(data: bytes, names: Container[tuple[str, str]] = EVERYTHING) -> None:
     for is_flat in (False, True):
         with suppress(CkptError):
-            load(data, names, is_flat=is_flat)
+            load(data, names, as_flat_instances=is_flat)
 
 
 def test_a_flat_state_says_the_same(metadata: bytes) -> None:
-    (deep, end), (flat, same_end) = (load(metadata, EVERYTHING, is_flat=is_flat) for is_flat in (False, True))
+    (deep, end), (flat, same_end) = (load(metadata, EVERYTHING, as_flat_instances=is_flat) for is_flat in (False, True))
     assert end == same_end == len(metadata)
     assert plain_of(flat) == plain_of(deep)
     assert len([part for part in walk_members(flat) if isinstance(part, FlatInstance)]) > 10
@@ -271,7 +271,7 @@ class Point:
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_attributes_of_a_flat_object_are_found_in_any_order(protocol: int) -> None:
     points = [Point(x=1, y=2, z=3), Point(z=3, x=1, y=2), Point(x=1, y=2), Point(x=1), Point(z=3), Point()]
-    found, _ = load(pickle.dumps(points, protocol), EVERYTHING, is_flat=True)
+    found, _ = load(pickle.dumps(points, protocol), EVERYTHING, as_flat_instances=True)
     expected = [(1, 2, 3), (1, 2, 3), (1, 2, None), (1, None, None), (None, None, 3), (None, None, None)]
     for some, values in [(found, expected), *(([point], [one]) for point, one in zip(found, expected, strict=True))]:
         assert list(zip(*attribute_columns(some, ["x", "y", "z"]), strict=True)) == values
@@ -280,7 +280,7 @@ def test_the_attributes_of_a_flat_object_are_found_in_any_order(protocol: int) -
 
 def test_a_flat_object_that_is_shared_is_one() -> None:
     point = Point(x=1, y=2)
-    (one, other, by_key), _ = load(pickle.dumps([point, point, {point: 1}]), EVERYTHING, is_flat=True)
+    (one, other, by_key), _ = load(pickle.dumps([point, point, {point: 1}]), EVERYTHING, as_flat_instances=True)
     assert one is other
     assert list(by_key) == [one]
 

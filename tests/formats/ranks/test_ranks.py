@@ -11,9 +11,9 @@ import torch
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.formats import locate_all_chunks
-from ckptkit.formats.ranks.optimizer import Parameter, match_units
+from ckptkit.formats.ranks.optimizer import Parameter, match_fsdp_units
 from ckptkit.layout import Layout
-from ckptkit.layout.wrappers import without_inner_prefixes
+from ckptkit.layout.wrappers import without_prefixes_except_ddp
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes
 from tests.producers import Producer, Truth
@@ -107,12 +107,12 @@ def test_recorded_names_follow_their_numbers(produce: Produce, tmp_path: Path, p
     assert group["params"] == list(range(len(group["param_names"])))
     for number, name in enumerate(group["param_names"]):
         moment = file["state"][number]["exp_avg"]
-        assert moment.shape == made.truth[f"{place}/{without_inner_prefixes(name)}.exp_avg"].shape
+        assert moment.shape == made.truth[f"{place}/{without_prefixes_except_ddp(name)}.exp_avg"].shape
     assert_is(Checkpoint.open(tmp_path / "three").layout, of(place, made.truth))
 
 
 def test_units_that_are_the_same_by_two_ways_are_certain() -> None:
     """The only layer of a list is all there is: whether it was wrapped or the root, it is one flat parameter."""
     parameters = [Parameter("layers.0.weight", (2, 3)), Parameter("layers.0.bias", (2,))]
-    units = match_units([[0]], parameters, {0: 8}, 2, {})
+    units = match_fsdp_units([[0]], parameters, {0: 8}, 2, {})
     assert units == [[(parameters[0], 0), (parameters[1], 6)]]

@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout.renames import numbers_in, outline_of
-from ckptkit.models.names.naming import check_complete
+from ckptkit.models.names.naming import require_layers_and_experts
 from ckptkit.models.names.sizes import Sizes
 
 CONFIG = {"num_hidden_layers": 3, "num_experts": 2}
@@ -20,13 +20,13 @@ ALL += ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]  # the first l
 
 
 def check(names: list[str], **more: Any) -> None:
-    check_complete(names, Sizes(CONFIG | more), Path("there"))
+    require_layers_and_experts(names, Sizes(CONFIG | more), Path("there"))
 
 
 def test_all_is_there() -> None:
     check(ALL)
     check([*ALL, "model.layers.3.enorm.weight"], num_nextn_predict_layers=1)
-    check_complete(["h.0.attn.c_attn.weight"], Sizes({"n_layer": 2}), Path("there"))  # called otherwise
+    require_layers_and_experts(["h.0.attn.c_attn.weight"], Sizes({"n_layer": 2}), Path("there"))  # called otherwise
 
 
 @pytest.mark.parametrize(

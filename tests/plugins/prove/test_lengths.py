@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.plugins.prove.prove import choose_token_count, longest_lengths
+from ckptkit.plugins.prove.prove import choose_token_count, largest_length_thresholds
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 
@@ -43,7 +43,7 @@ SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
 )
 def test_lengths(config: dict[str, Any], lengths: dict[str, int], tokens: int) -> None:
     configs = [{**SIZES, **config}]
-    assert longest_lengths(configs) == lengths
+    assert largest_length_thresholds(configs) == lengths
     assert choose_token_count(configs) == tokens
 
 

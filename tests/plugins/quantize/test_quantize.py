@@ -20,7 +20,7 @@ from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.quantize.quantize import ALONE, ASKED, HEADS, RAGGED, SCHEMES, choose_weights, module_names_of
-from ckptkit.plugins.quantize.quantized_blocks import next_powers
+from ckptkit.plugins.quantize.quantized_blocks import next_powers_of_two
 from tests.formats.contract import assert_same
 from tests.state.quantized.quantized_models import E4M3, deepseek
 
@@ -240,7 +240,7 @@ def test_scales_become_the_powers_that_transformers_makes_of_them() -> None:
         [scales, torch.nextafter(scales, torch.tensor(torch.inf)), scales * (1 + 2**-19), scales * (1 - 2**-20)]
     )
     theirs = torch.pow(2.0, torch.ceil(torch.log2(scales.clamp(min=torch.finfo(torch.float32).tiny))))
-    assert torch.equal(torch.from_numpy(next_powers(scales.numpy())), theirs)
+    assert torch.equal(torch.from_numpy(next_powers_of_two(scales.numpy())), theirs)
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])

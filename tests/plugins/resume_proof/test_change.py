@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptkit
-from ckptkit.plugins.resume_proof.change import CHANGES, change_group, changed_value, freeze_optimizer
+from ckptkit.plugins.resume_proof.change import CHANGES, change_state_group, changed_value, freeze_optimizer
 from ckptkit.plugins.resume_proof.compare import group_differences
 from ckptkit.plugins.resume_proof.states import (
     DATA,
@@ -93,7 +93,7 @@ def test_each_group_changes_alone(tmp_path: Path, write: Write) -> None:
     for group in CHANGES:
         copy = tmp_path / group / "step_3"
         shutil.copytree(source, copy)
-        assert change_group(copy, group) > 0
+        assert change_state_group(copy, group) > 0
         assert [gap.group for gap in group_differences(before, read_checkpoint_contents(copy))] == [group]
         assert list_damage(copy) == []
 
@@ -102,7 +102,7 @@ def test_torch_reads_what_was_changed(tmp_path: Path) -> None:
     state = make_state()
     write_dcp(state, tmp_path / "step_3")
     for group in CHANGES:
-        change_group(tmp_path / "step_3", group)
+        change_state_group(tmp_path / "step_3", group)
     loaded = make_state()
     with warnings.catch_warnings(action="ignore"):
         dcp.load(loaded, checkpoint_id=tmp_path / "step_3", no_dist=True)
@@ -131,7 +131,7 @@ def test_settings_are_no_state(tmp_path: Path) -> None:
 def test_a_manifest_is_made_right(tmp_path: Path) -> None:
     write_dcp(make_state(), tmp_path / "step_3")
     ckptkit.make_manifest(tmp_path / "step_3")
-    change_group(tmp_path / "step_3", OPTIONS)
+    change_state_group(tmp_path / "step_3", OPTIONS)
     assert list_damage(tmp_path / "step_3") == []
 
 

@@ -20,7 +20,7 @@ from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
 from ckptkit.plugins.watch.commands import describe_exit
 from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.watch import Event, watch
-from ckptkit.runs.deletion import WATCHES, LocalLease, is_being_handled
+from ckptkit.runs.deletion import WATCHES, LocalLease, is_handled_by_watch
 from ckptkit.runs.prune import prune
 from tests.producers import save_alone
 
@@ -141,7 +141,7 @@ def test_a_command_that_hangs_is_ended_with_its_children_and_tried_again(run: Pa
     sleeping = log.read_text().split()
     assert len(sleeping) == 2
     wait_until_ended(sleeping)
-    assert not is_being_handled(run / "ckpt-9")
+    assert not is_handled_by_watch(run / "ckpt-9")
 
 
 @pytest.mark.parametrize("leader", ["trap '' TERM; ", ""], ids=["none ends", "only the first ends"])
@@ -245,10 +245,10 @@ def test_how_a_command_ended(code: int, words: str) -> None:
 
 
 def test_whoever_deletes_just_now_is_waited_for(run: Path, tmp_path: Path) -> None:
-    from ckptkit.runs.deletion import deleting
+    from ckptkit.runs.deletion import locked_for_deletion
 
     log = tmp_path / "log"
-    with deleting(run):
+    with locked_for_deletion(run):
         watching = threading.Thread(
             target=watch, args=(run,), kwargs={"exec": [append(log)], "every": SOON, "once": True}
         )
@@ -374,12 +374,12 @@ def test_a_command_that_outlives_a_killed_watch_keeps_its_checkpoint(run: Path, 
     wait_for(begun)
     watching.kill()
     watching.wait()
-    assert is_being_handled(run / "ckpt-9")
+    assert is_handled_by_watch(run / "ckpt-9")
     with pytest.raises(Occupied, match="another watch with the same commands"):
         watch(run, exec=[shell(script)], every=SOON, once=True)
     assert [entry.path.name for entry in prune(run, keep_last=1, yes=True).keep] == ["ckpt-10", "ckpt-9"]
     go.touch()
-    while is_being_handled(run / "ckpt-9"):
+    while is_handled_by_watch(run / "ckpt-9"):
         time.sleep(0.02)
     assert len(watch(run, exec=[shell(script)], every=SOON, once=True).handled) == 2
     watching.communicate()
@@ -395,7 +395,7 @@ def test_a_signal_ends_it_with_its_command(run: Path, tmp_path: Path) -> None:
     assert err.endswith("interrupted\n")
     while is_alive(sleeping):
         time.sleep(0.02)
-    assert not is_being_handled(run / "ckpt-9")
+    assert not is_handled_by_watch(run / "ckpt-9")
 
 
 def test_a_signal_leaves_no_half_output(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ckptkit.errors import Corrupt, IOFailure, Usage
 from ckptkit.training.data import documents
-from ckptkit.training.data.documents import Ids, Text, find_cut, find_data_files, read_documents
+from ckptkit.training.data.documents import Ids, Text, find_data_files, find_text_cut_offset, read_documents
 
 
 def texts(path: Path) -> list[bytes]:
@@ -47,13 +47,13 @@ def test_long_documents_come_in_parts_and_whole(
 
 
 def test_a_text_is_cut_before_a_space_else_a_line_else_a_character() -> None:
-    assert find_cut(b"the cat sat") == len(b"the cat")
-    assert find_cut(b"the\ncat") == len(b"the")
-    assert find_cut(b" thecat") == len(b" theca"), "a cut at the start would be none"
-    assert find_cut("aé".encode()) == 1
-    assert find_cut("a€".encode()) == 1
-    assert find_cut("a😀".encode()) == 1
-    assert find_cut(b"\x80" * 9) == 9
+    assert find_text_cut_offset(b"the cat sat") == len(b"the cat")
+    assert find_text_cut_offset(b"the\ncat") == len(b"the")
+    assert find_text_cut_offset(b" thecat") == len(b" theca"), "a cut at the start would be none"
+    assert find_text_cut_offset("aé".encode()) == 1
+    assert find_text_cut_offset("a€".encode()) == 1
+    assert find_text_cut_offset("a😀".encode()) == 1
+    assert find_text_cut_offset(b"\x80" * 9) == 9
 
 
 def test_a_line_of_jsonl_is_a_document(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.conversion.convert import consolidate, convert
-from ckptkit.runs.deletion import delete_checkpoint, deleting, set_pin
+from ckptkit.runs.deletion import delete_checkpoint, locked_for_deletion, set_pin
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.saving.run import Run
 from tests.training.saving.networks import Trainee, differing
@@ -212,7 +212,7 @@ def test_what_a_prune_left_half_deleted_goes_with_the_next_save(tmp_path: Path) 
 def test_while_somebody_prunes_a_training_deletes_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_last=1)
     run.save(1, nn.Linear(2, 2))
-    with deleting(tmp_path), pytest.warns(UserWarning, match="not deleted: .*another process is deleting"):
+    with locked_for_deletion(tmp_path), pytest.warns(UserWarning, match="not deleted: .*another process is deleting"):
         run.save(2, nn.Linear(2, 2))
     assert [found.step for found in run.checkpoints()] == [1, 2]
     run.save(3, nn.Linear(2, 2))
