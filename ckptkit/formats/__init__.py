@@ -1,6 +1,6 @@
 """Find the format of a checkpoint and read its layout. `FORMATS` is the table of all formats.
 
-A format is a directory here and a line in `FORMATS`. Formats do not import each other; everything else gets them from
+A format is a module here and a line in `FORMATS`. Formats do not import each other; everything else gets them from
 the table. Other packages add formats with the entry point `ckptkit.formats`.
 """
 
