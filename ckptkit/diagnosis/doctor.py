@@ -65,8 +65,8 @@ KINDS: tuple[Callable[[LoadTarget], Iterator[Finding]], ...] = (
     find_empty_adapter, find_ambiguous_model, find_unmerged_adapters, find_undeclared_quantized,
     find_declared_quantized, find_tokens_without_row, find_extra_state, find_missing_predictors, find_wrapper_prefixes,
     find_name_mismatches, find_missing_towers_and_layers, find_shape_mismatches, find_tie_problems,
-    find_missing_shard_states, find_rank_dependent_state, find_group_differences, compare_with_checkpoint, find_unlisted_parameters,
-    find_inconsistencies,
+    find_missing_shard_states, find_rank_dependent_state, find_group_differences, compare_with_checkpoint,
+    find_unlisted_parameters, find_inconsistencies,
 )  # fmt: skip
 
 
