@@ -73,7 +73,7 @@ def delta(
     record = done.record
     if json:
         result = pick(done, "base", "new", "output", "density", "nbytes", "checked_bytes", "seconds", "notes")
-        result |= {"base_id": record.base, "new_id": record.new, "destination_nbytes": record.nbytes}
+        result |= {"base_id": record.base, "new_id": record.new, "whole_nbytes": record.nbytes}
         result |= {"changed": len(record.tensors), "unchanged": record.unchanged}
         result |= {"files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]}
         print_json(result | pick(done, "dry_run"))

@@ -37,7 +37,7 @@ def show_description(path: Path, *, tensors: bool, json: bool) -> None:
             {"name": name, "dtype": tensor.spec.dtype.name, **pick(tensor.spec, "shape"), "changed": tensor.changed}
             for name, tensor in record.tensors.items()
         ]
-        print_json({**result, "destination_nbytes": record.nbytes, "tensors": described})
+        print_json({**result, "whole_nbytes": record.nbytes, "tensors": described})
         return
     for line in inspected.summary():
         print_text_line(line)
