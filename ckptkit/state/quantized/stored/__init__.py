@@ -17,11 +17,15 @@ class KnownScheme(NamedTuple):
     method: str = ""
 
 
+_HERE = "ckptkit.state.quantized.stored"
 SCHEMES = PluginTable(
     "ckptkit.quantizations",
     KnownScheme,
     {
-        name: KnownScheme(f"ckptkit.state.quantized.stored.{name}:find")
-        for name in ("floats8", "mxfp4", "integers", "floats4", "affine")
+        "floats8": KnownScheme(f"{_HERE}.floats8:find"),
+        "mxfp4": KnownScheme(f"{_HERE}.mxfp4:find"),
+        "integers": KnownScheme(f"{_HERE}.integers:find"),
+        "floats4": KnownScheme(f"{_HERE}.floats4:find"),
+        "affine": KnownScheme(f"{_HERE}.affine:find"),
     },
 )
