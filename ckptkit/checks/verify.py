@@ -450,10 +450,10 @@ def check_bytes(own: OwnFiles, problems: Problems, jobs: int | None, progress: B
     return replace(result, checked_bytes=content - unchecked, unchecked_bytes=unchecked, sums=sums)
 
 
-def read_manifest_or_add_problem(path: Path, problems: Problems) -> Manifest | None:
-    """Return the manifest of the checkpoint at `path`; None if it is missing. Adds a problem if it is damaged."""
+def read_manifest_or_add_problem(checkpoint: Path, problems: Problems) -> Manifest | None:
+    """Return the manifest of the checkpoint at `checkpoint`; None if it is missing. Adds a problem if it is damaged."""
     try:
-        return read_manifest(path if path.is_dir() else path.parent)
+        return read_manifest(checkpoint if checkpoint.is_dir() else checkpoint.parent)
     except CkptError as error:
         problems.add(error)
         return None

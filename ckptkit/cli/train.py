@@ -22,7 +22,7 @@ from ckptkit.training.config import (
     Device,
     TrainConfig,
     settings_from_file,
-    settings_of_resumed_run,
+    settings_to_resume_with,
     train_settings,
 )
 from ckptkit.training.data.documents import find_data_files
@@ -80,7 +80,7 @@ def train(
     of another model; 4 an I/O failure; 5 the run has checkpoints already, or another job saves to it; 130 ended by
     Ctrl-C; 143 ended by SIGTERM, and saved.
     """
-    values = settings_from_file(config, resume) if config else settings_of_resumed_run(run, resume)
+    values = settings_from_file(config, resume) if config else settings_to_resume_with(run, resume)
     is_first = os.environ.get("RANK", "0") == "0"  # one note for all ranks under torchrun
     if is_first and values and not config:
         print_note(f"settings from {run / SETTINGS}")

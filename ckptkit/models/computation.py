@@ -137,7 +137,7 @@ def find_config_differences(config: Mapping[str, Any], other: Mapping[str, Any])
     full, other_full = find_config_with_defaults(one), find_config_with_defaults(two)
     if full is None or other_full is None:
         return [*labels, *differences]
-    return [*labels, *differing_keys(*flatten_both_configs(full, other_full), is_full=True)]
+    return [*labels, *differing_keys(*flatten_both_configs(full, other_full), has_all_defaults=True)]
 
 
 def class_labels_of(config: Mapping[str, Any]) -> list[str]:
@@ -205,10 +205,12 @@ def text_config_to_compare(config: Mapping[str, Any], other: Mapping[str, Any]) 
     return text if isinstance(text, Mapping) and text.get("model_type") == other.get("model_type") else config
 
 
-def differing_keys(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: bool = False) -> list[ConfigDifference]:
+def differing_keys(
+    one: Mapping[str, Any], two: Mapping[str, Any], *, has_all_defaults: bool = False
+) -> list[ConfigDifference]:
     """Return the keys that differ. False, zero and null equal an absent key.
 
-    If both configs have all defaults (`is_full`), a difference to null is certain.
+    If both configs have all defaults (`has_all_defaults`), a difference to null is certain.
     """
     differences = []
     for key in sorted({*one, *two}):
@@ -220,7 +222,7 @@ def differing_keys(one: Mapping[str, Any], two: Mapping[str, Any], *, is_full: b
         is_one_absent = here is None or there is None
         if is_one_absent and last in _IDENTITY:
             continue
-        is_certain = not is_one_absent or (is_full and key in one and key in two)
+        is_certain = not is_one_absent or (has_all_defaults and key in one and key in two)
         differences.append(ConfigDifference(key, here, there, is_certain))
     return sorted(differences, key=lambda pair: not pair.is_certain)
 

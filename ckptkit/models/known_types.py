@@ -197,7 +197,7 @@ def find_table(config: Mapping[str, Any]) -> Table | None:
         layers = _MAX_LAYERS + 1
     if layers > _MAX_LAYERS:
         raise Unsupported(f"the config of this `{model_type}` lacks a size, or gives a size that is not a number")
-    block = block_shapes_in_order(variation, config)
+    block = symbolic_block_shapes(variation, config)
     return Table((block,) * layers, sizes, has_tied_head(config), None)
 
 
@@ -214,7 +214,7 @@ def find_mixture_table(config: Mapping[str, Any], variation: Variation, mixture:
     experts, layers, width = counts[0], config["num_hidden_layers"], config[mixture.width]
     if layers > _MAX_LAYERS or layers * experts > _MAX_EXPERTS:
         return None
-    block = block_shapes_in_order(variation, config)
+    block = symbolic_block_shapes(variation, config)
     # a block whose feed-forward half is the mixture
     first = {name: letters for name, letters in block.items() if name.startswith("self_attn.")}
     last = {name: letters for name, letters in block.items() if not name.startswith(("self_attn.", "mlp."))}
@@ -224,7 +224,7 @@ def find_mixture_table(config: Mapping[str, Any], variation: Variation, mixture:
     return Table(tuple(blocks), sizes, has_tied_head(config), mixture)
 
 
-def block_shapes_in_order(variation: Variation, config: Mapping[str, Any]) -> dict[str, str]:
+def symbolic_block_shapes(variation: Variation, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the symbolic shapes of a dense block, in the order of the model's parameters."""
     block = {name: letters for name, letters in {**_BLOCK, **variation.more}.items() if name not in variation.without}
     for option in variation.options:

@@ -47,7 +47,7 @@ def warn_of_tokens_without_row(companions: Companions, rows: int) -> list[Cautio
 def largest_possible_token_id(name: str, content: bytes) -> int:
     """Return an upper bound for the token ids in a tokenizer's file, -1 if it has none. Does not parse JSON."""
     if not name.endswith(".json"):
-        return max(token_ids_in(name, content), default=-1)
+        return max(largest_token_ids_in(name, content), default=-1)
     if name not in _IN_JSON:
         return -1
     numbers = max((int(match[1]) for match in _NUMBER.finditer(content)), default=-1)
@@ -60,7 +60,7 @@ def find_largest_token_id(files: Mapping[str, bytes], config: Mapping[str, Any])
 
     `files` are the files beside a model, by name. `config` is its config.json, which contains some special token ids.
     """
-    ids = [(number, name) for name, content in files.items() for number in token_ids_in(name, content)]
+    ids = [(number, name) for name, content in files.items() for number in largest_token_ids_in(name, content)]
     for key in _IDS if ids else ():
         value = config.get(key)
         numbers = filter(is_integer, value if isinstance(value, list) else [value])
@@ -68,7 +68,7 @@ def find_largest_token_id(files: Mapping[str, bytes], config: Mapping[str, Any])
     return max(ids, default=None)
 
 
-def token_ids_in(name: str, content: bytes) -> Iterator[int]:
+def largest_token_ids_in(name: str, content: bytes) -> Iterator[int]:
     """Yield token ids of a tokenizer's file, the largest among them; nothing for other files."""
     if name == _SENTENCEPIECE:
         count = count_sentencepiece_tokens(content)

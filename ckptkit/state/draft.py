@@ -28,7 +28,7 @@ from ckptkit.layout.edits import split_off_lost_tensors
 from ckptkit.layout.plan import Recipe
 from ckptkit.models.expected import Form
 from ckptkit.models.fit import join_few_names
-from ckptkit.models.names.weights import LeftOut, count_left_out, training_state_names
+from ckptkit.models.names.weights import LeftOut, count_left_out_by_location, training_state_names
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.masters import unnamed_masters_in
 from ckptkit.state.model import Model
@@ -229,7 +229,7 @@ class Entries:
 
     def dropped_by_reason(self) -> tuple[LeftOut, ...]:
         """Count the dropped entries by location and reason."""
-        return count_left_out(self.read, self.prefix, self.dropped, self.written)
+        return count_left_out_by_location(self.read, self.prefix, self.dropped, self.written)
 
 
 def names_with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:

@@ -248,7 +248,7 @@ def parse_setting(name: str, value: object, path: Path | None) -> object:
     raise Usage(f"{name}: expected {_IN_TOML.get(kind, 'a list of strings')}, found {value!r}", path=path)
 
 
-def settings_of_resumed_run(run: Path, resume: str | None) -> dict[str, Any]:
+def settings_to_resume_with(run: Path, resume: str | None) -> dict[str, Any]:
     """Return the settings that a resumed run was started with; {} for a new run."""
     path = drop_cached_listing(run) / SETTINGS
     return settings_from_file(path, resume) if resume is not None and path.is_file() else {}

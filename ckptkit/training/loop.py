@@ -22,7 +22,7 @@ from ckptkit.training.config import (
     TrainConfig,
     parse_settings,
     settings_from_file,
-    settings_of_resumed_run,
+    settings_to_resume_with,
     toml_value,
 )
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
@@ -64,7 +64,7 @@ def train(
     """
     root = to_destination(run)
     file_settings = (
-        settings_of_resumed_run(root, resume) if config is None else settings_from_file(to_path(config), resume)
+        settings_to_resume_with(root, resume) if config is None else settings_from_file(to_path(config), resume)
     )
     chosen = TrainConfig(run=root, resume=resume, **{**file_settings, **parse_settings(settings)})
     callback = report or (lambda _: None)
@@ -96,7 +96,7 @@ def train_rank(config: TrainConfig, place: RankPlace, report: Report) -> None:
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
         stop_signal = DeferredSignal(signal.SIGTERM, signal.SIGINT)
         report_once = report if place.rank == 0 else lambda _: None  # only rank 0 reports
-        before = settings_of_resumed_run(config.run, config.resume)
+        before = settings_to_resume_with(config.run, config.resume)
         trainer, run = start_training(config, mesh, lambda text: report_once(Note(text)))
         if trainer.progress.step:
             position = f"{run.root} is at step {trainer.progress.step} of {config.steps}"

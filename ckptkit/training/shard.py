@@ -75,7 +75,7 @@ class Fsdp1:
     def shard_model(self, blueprint: Blueprint, model: nn.Module) -> nn.Module:
         """Shard `model`. Units are materialized one at a time, and each is sharded before the next."""
         if self.mesh.shape[-1] == 1 or self.config.strategy == "ddp":
-            require_trainable_fsdp_units(blueprint, model)
+            require_no_frozen_fsdp_unit(blueprint, model)
         device = (
             torch.device("cpu") if self.mesh.device_type == "cpu" else torch.device("cuda", torch.cuda.current_device())
         )
@@ -140,7 +140,7 @@ class Fsdp1:
         return cast(FullyShardedDataParallel, model).no_sync() if is_replicated else nullcontext()
 
 
-def require_trainable_fsdp_units(blueprint: Blueprint, model: nn.Module) -> None:
+def require_no_frozen_fsdp_unit(blueprint: Blueprint, model: nn.Module) -> None:
     """Raise `Usage` if all parameters of an FSDP unit are frozen. For unsharded models only.
 
     torch 2.13 does not reshard such a unit: its parameters become plain tensors, and the second step fails.

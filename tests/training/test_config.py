@@ -10,7 +10,7 @@ from ckptkit.training.config import (
     TrainConfig,
     read_settings,
     settings_from_file,
-    settings_of_resumed_run,
+    settings_to_resume_with,
     train_settings,
 )
 
@@ -115,10 +115,10 @@ def test_the_best_checkpoints_are_kept_by_a_metric_that_they_contain(rule: str) 
 
 def test_a_run_without_checkpoints_that_resumes_starts_from_its_weights(tmp_path: Path) -> None:
     (tmp_path / SETTINGS).write_text("weights = 'base'\nsteps = 3\n")
-    assert settings_of_resumed_run(tmp_path, "auto") == {"weights": Path("base"), "steps": 3}
+    assert settings_to_resume_with(tmp_path, "auto") == {"weights": Path("base"), "steps": 3}
     assert TrainConfig(run=tmp_path, resume="auto", weights=Path("base")).weights == Path("base")
-    assert settings_of_resumed_run(tmp_path, "run/ckpt-1") == {"steps": 3}
-    assert settings_of_resumed_run(tmp_path, None) == {}
+    assert settings_to_resume_with(tmp_path, "run/ckpt-1") == {"steps": 3}
+    assert settings_to_resume_with(tmp_path, None) == {}
 
 
 def test_settings_of_a_run_with_starting_weights_go_on_from_its_checkpoint(tmp_path: Path) -> None:

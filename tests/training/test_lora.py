@@ -17,7 +17,7 @@ from ckptkit.adapters.names import parse_tensor_name
 from ckptkit.conversion.combine import merge
 from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import CkptError, Mismatch, Unsupported, Usage
-from ckptkit.training.config import TrainConfig, settings_of_resumed_run
+from ckptkit.training.config import TrainConfig, settings_to_resume_with
 from ckptkit.training.launch import launch
 from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.models.config import ModelConfig
@@ -156,7 +156,7 @@ def test_on_a_fresh_model_the_base_is_saved_too(
 
 
 def test_a_run_goes_on_by_its_own_settings(lora: TrainConfig, trained: list[TrainConfig]) -> None:
-    settings = settings_of_resumed_run(trained[0].run, "auto")
+    settings = settings_to_resume_with(trained[0].run, "auto")
     assert (settings["weights"], settings["lora_rank"]) == (lora.weights, 3)
     assert go(TrainConfig(run=trained[0].run, resume="auto", **settings), 1) == []
 
@@ -168,7 +168,7 @@ def test_a_run_that_died_before_its_first_save_starts_from_its_weights_again(bas
         if name == "died":
             (tmp_path / name).mkdir()
             (tmp_path / name / "train.toml").write_text(run.to_toml())
-            run = TrainConfig(run=run.run, resume="auto", **settings_of_resumed_run(run.run, "auto"))
+            run = TrainConfig(run=run.run, resume="auto", **settings_to_resume_with(run.run, "auto"))
         losses.append([step.loss for step in go(run, 1)])
     assert losses[0] == losses[1]
 
@@ -176,7 +176,7 @@ def test_a_run_that_died_before_its_first_save_starts_from_its_weights_again(bas
 def test_weights_are_forgotten_where_the_checkpoints_have_them(base: TrainConfig, tmp_path: Path) -> None:
     run = replace(base, run=tmp_path / "run", weights=base.run, steps=1)
     go(run, 1)
-    settings = settings_of_resumed_run(run.run, "auto")
+    settings = settings_to_resume_with(run.run, "auto")
     assert [step.step for step in go(TrainConfig(run=run.run, resume="auto", **settings | {"steps": 2}), 1)] == [2]
 
 

@@ -96,10 +96,10 @@ class Writing:
             hint = f"pass --under {MODEL} to put all tensors there"
             raise Unsupported(f"there is no model under `{MODEL}`", hint=hint)
         if has_states:
-            self.require_clear_indices(kinds[MODEL])
+            self.require_index_for_each_parameter(kinds[MODEL])
         return kinds
 
-    def require_clear_indices(self, names: Iterable[str]) -> None:
+    def require_index_for_each_parameter(self, names: Iterable[str]) -> None:
         """Raise `Unsupported` if the files number the optimizer's parameters, and a reader could not name them again.
 
         `names` are the model's. Without recorded names a reader needs as many parameters in both.

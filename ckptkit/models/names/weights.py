@@ -82,7 +82,7 @@ class Weights:
 
     def summarize_left_out(self) -> tuple[LeftOut, ...]:
         """Count the entries that were left out, by location and reason."""
-        return count_left_out(self.whole, self.prefix, self.left_out, self.came_from.values())
+        return count_left_out_by_location(self.whole, self.prefix, self.left_out, self.came_from.values())
 
 
 def find_weights(layout: Layout) -> Weights:
@@ -261,7 +261,7 @@ def no_model_error(layout: Layout, branches: Iterable[str | int]) -> Mismatch | 
     return Mismatch(message, path=layout.path, hint="look for the model in a directory beside it")
 
 
-def count_left_out(
+def count_left_out_by_location(
     layout: Layout, prefix: KeyPath, left_out: Mapping[str, str], written: Iterable[str]
 ) -> tuple[LeftOut, ...]:
     """Count entries that are left out, by reason and location; the entries of all layers count as one location.
