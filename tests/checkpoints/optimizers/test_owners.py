@@ -286,7 +286,7 @@ def moments_in(path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("listed", "message"),
     [
-        (["0.weight", "1.weight", "3.weight", "2.weight"], "expected `2.weight` as parameter 2 .*, found `3.weight`"),
+        (["0.weight", "1.weight", "3.weight", "2.weight"], "expected `2.weight` as parameter 2, found `3.weight`; "),
         (["0.weight", "1.weight"], "optimizer_order.*: expected 4 names, the parameters of .*, found 2"),
         (["0.weight", "1.weight", "2.weight", "x"], "lists it, but the model does not have it"),
     ],

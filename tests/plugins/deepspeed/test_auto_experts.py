@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
@@ -133,3 +134,20 @@ def test_layers_that_contradict_the_experts(alter: Any, message: str, copy: Call
         open_layout(root)
     assert raised.value.exit_code == 3
     assert raised.value.path is not None
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero0"])
+def test_a_lost_expert_takes_only_what_has_no_master(
+    kind: str, copy: Callable[[str], Path], produce: Produce, tmp_path: Path
+) -> None:
+    """Without masters the tensors of its layer lose one slice; with masters nothing is lost."""
+    root = copy(kind)
+    (root / EXPERT.format(0, 1)).unlink()
+    done = ckptkit.consolidate(root, tmp_path / "out", salvage=True, names="keep")
+    assert done.salvaged is not None
+    assert {one.path for one in done.salvaged.lost} == {root / EXPERT.format(0, 1)}
+    names = {one.name for one in done.salvaged.lost if one.name}
+    assert names == (set() if kind == "zero1" else {f"layers.0.mlp.experts.w{number}" for number in (1, 2, 3)})
+    truth = truth_of(produce(auto.auto_experts).truth, kind)
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert tensor.equal(truth[f"model.{name}"].to(tensor.dtype)), name
