@@ -32,7 +32,7 @@ from pathlib import Path
 import tests.faults
 from scripts.markdown import ROOT, paragraph, table, write_part
 from tests.faults.cases import Case, Seen
-from tests.faults.tables import FAMILIES, Tally, rows_of_all_trainers
+from tests.faults.tables import FAMILIES, Tally, rows_of
 
 _WORKERS = 2
 _PAGE = ROOT / "docs" / "reliability.md"
@@ -103,7 +103,7 @@ def show(tally: Tally, seconds: float) -> None:
     """Print the tables, and what of ours went wrong."""
     for family in FAMILIES:
         if tally.has(family):
-            print(table(rows_of_all_trainers(family, tally)), end="\n\n")
+            print(table(rows_of(family, tally)), end="\n\n")
     for case, seen in tally.bad:
         print(f"- {seen.subject}: {seen.verdict}: {describe(case)}: {seen.what}")
     print(f"{tally.runs:,} runs in {seconds / 60:.1f} minutes.")
@@ -115,7 +115,7 @@ def write(tally: Tally, seconds: float, arguments: Sequence[str], groups: Sequen
     families = [family for family in FAMILIES if tally.has(family)]
     head = f"""`{command}` on {datetime.now(UTC):%Y-%m-%d}: {tally.runs:,} runs of {", ".join(families)} in
         {seconds / 60:.1f} minutes on {len(os.sched_getaffinity(0))} cores."""
-    tables, absent = fold([rows_of_all_trainers(family, tally) for family in families])
+    tables, absent = fold([rows_of(family, tally) for family in families])
     head += f" No run ended with: {', '.join(absent)}." * bool(absent)
     write_part(_PAGE, " ".join(["faults", *groups]), "\n\n".join([paragraph(head).strip(), *map(table, tables)]))
 

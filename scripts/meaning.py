@@ -39,7 +39,7 @@ def run_one(name: str, commands: Names, formats: Names) -> list[Run]:
     return list(try_thing(thing_of(name), formats, commands))
 
 
-def rows_of_all_trainers(runs: Sequence[Run]) -> list[list[str]]:
+def rows_of(runs: Sequence[Run]) -> list[list[str]]:
     """Return the table: in each cell how many formats came to which outcome."""
     commands = [name for name in COMMANDS if any(run.command == name for run in runs)]
     found: dict[str, dict[str, Counter[Outcome]]] = {}
@@ -56,7 +56,7 @@ def cell(outcomes: Counter[Outcome]) -> str:
 
 def show(runs: Sequence[Run], bad: Sequence[Run], seconds: float) -> None:
     """Print the table, and each run that is not as it should be."""
-    print(table(rows_of_all_trainers(runs)), end="\n\n")
+    print(table(rows_of(runs)), end="\n\n")
     for run in bad:
         print(f"- {run.thing} {run.command} {run.format}: {run.outcome}: {run.why}")
     counts = Counter(run.outcome for run in runs)

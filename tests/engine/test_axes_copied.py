@@ -24,7 +24,7 @@ from tests.strategies import tilings
 INT32 = DTYPES["int32"]
 
 
-def rows_of_all_trainers(extent: int, cuts: list[int], columns: int) -> list[Box]:
+def rows_of(extent: int, cuts: list[int], columns: int) -> list[Box]:
     """Slabs of rows, as FSDP has them."""
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < extent}), extent]
     return [Box((a, 0), (b - a, columns)) for a, b in pairwise(edges)]
@@ -47,7 +47,7 @@ def test_rows_in_another_order(block: int, data: st.DataObject) -> None:
         stored = StoredTensor(Spec(INT32, (rows, columns)), chunks)
         moved = axes.permute_axes(axes.split_axis(stored, 0, extents), [*order, len(extents)])
         src = source.layout(t=axes.merge_axes(moved, 0, len(extents)))
-        slabs = rows_of_all_trainers(rows, data.draw(st.lists(st.integers(0, rows), max_size=3)), columns)
+        slabs = rows_of(rows, data.draw(st.lists(st.integers(0, rows), max_size=3)), columns)
         dst = allocated(Path(home, "dst"), Spec(INT32, (rows, columns)), slabs)
 
         copied = execute(make_plan(src, dst), jobs=data.draw(st.integers(1, 2)))

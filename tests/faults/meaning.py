@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from tests.faults.cases import Case, Seen
-from tests.faults.meaning_outputs import Output, rows_of_all_trainers, words_of
+from tests.faults.meaning_outputs import Output, rows_of, words_of
 from tests.faults.meaning_sources import CONFIG, FORMATS, add_of, model
 from tests.faults.meaning_things import CHANGES_WEIGHTS, NEEDS_MANIFEST, THINGS, Piece, Thing, lay_adapter
 from tests.faults.server import Ended, Server
@@ -424,7 +424,7 @@ def _is_in(piece: Piece, output: Output, source: str) -> bool:
 
 def _is_read(piece: Piece, place: Place) -> bool:
     """Whether verify finds it out if a bit of the thing is flipped, or else if its file is cut."""
-    wanted = [row for tensor in piece.tensors for row in rows_of_all_trainers(tensor) if row.strip(b"\0")]
+    wanted = [row for tensor in piece.tensors for row in rows_of(tensor) if row.strip(b"\0")]
     if not wanted:
         return piece.content is None  # a value has no bytes of its own that could be flipped
     files = [place.source] if place.source.is_file() else sorted(p for p in place.source.rglob("*") if p.is_file())
@@ -474,7 +474,7 @@ def _missing(command: Command, place: Place) -> str:
 # -- the cases ---------------------------------------------------------------------------------------------------------
 
 
-def _try(thing: Thing, _upload_target: Path, whole: bool) -> Iterator[Seen]:
+def _try(thing: Thing, _place: Path, whole: bool) -> Iterator[Seen]:
     for run in try_thing(thing, None if whole else thing.formats[:1]):
         what = f"{run.thing} in {run.format}: {run.why}"
         yield Seen(f"ckptkit {run.command}", _VERDICTS[run.outcome], what)

@@ -82,7 +82,7 @@ class Output:
         return (self.root / ".metadata").exists()
 
 
-def rows_of_all_trainers(value: Tensor) -> list[bytes]:
+def rows_of(value: Tensor) -> list[bytes]:
     """The bytes of each row along the last dimension."""
     return [row for each in _rows(value) for row in _bytes_of(each, 1)]
 

@@ -42,7 +42,7 @@ class Tally:
             self.bad.append((case, seen))
 
 
-def rows_of_all_trainers(family: str, tally: Tally) -> list[list[str]]:
+def rows_of(family: str, tally: Tally) -> list[list[str]]:
     """Return the table of one family's programs: head, the rows that it was tried in, the sum of what can be told."""
     rows = {row: found[family] for row, found in tally.counts.items() if sum(counted(found[family]))}
     told = {row: found for row, found in rows.items() if row not in tally.untold}

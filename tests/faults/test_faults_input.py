@@ -27,7 +27,7 @@ from tests.faults.cases import Case, Seen
 from tests.faults.mutations import changed
 from tests.faults.parsers import PARSERS, Parser, is_total
 from tests.faults.server import Ended
-from tests.faults.tables import UNTOLD, Tally, rows_of_all_trainers
+from tests.faults.tables import UNTOLD, Tally, rows_of
 from tests.faults.verdicts import GOOD, Verdict, judge_error
 from tests.tiers import nightly_but
 
@@ -91,7 +91,7 @@ def test_a_table_counts_ours_apart_from_others() -> None:
     tally.add(UNTOLD, Case("18", UNTOLD, "mixed", case.run), Seen("ckptkit convert", Verdict.SILENT, "a shard"))
     assert tally.runs == 4
     assert [seen.verdict for _, seen in tally.bad] == [Verdict.SILENT]
-    rows = table(rows_of_all_trainers("ckptkit", tally)).splitlines()
+    rows = table(rows_of("ckptkit", tally)).splitlines()
     assert rows[2:] == [
         "| data | 2 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |",
         "| **all** | 2 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 1 | 0 |",

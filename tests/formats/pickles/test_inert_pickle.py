@@ -205,7 +205,7 @@ data = sys.stdin.buffer.read()
 for names in ((), Everything()):
     for is_flat in (False, True):
         try:
-            load(data, names, is_flat=is_flat)
+            load(data, names, as_flat_instances=is_flat)
         except CkptError as error:
             str(error), error.to_json()
 """

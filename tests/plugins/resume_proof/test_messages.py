@@ -76,7 +76,7 @@ def test_a_pattern_that_matches_nothing_ends_the_proof(tmp_path: Path) -> None:
     assert "deterministic" not in found
 
 
-def contiguous_ranges_in_chunk(tmp_path: Path, *changes: tuple[str, str]) -> Runs:
+def runs_of(tmp_path: Path, *changes: tuple[str, str]) -> Runs:
     """Return the runs of the script in numpy with some statements changed; none is started yet."""
     line = f"{sys.executable} {write_script(tmp_path, *changes)} {{run}} {{steps}} {{save_every}}"
     return Runs(ScriptOptions(line), tmp_path / "run", tmp_path / "out", 1)
@@ -87,7 +87,7 @@ def test_a_script_that_deletes_before_it_saves_loses_everything_when_killed(tmp_
     delete = "import time; time.sleep(0.5); [shutil.rmtree(old) for old in run.glob('step_*')]"
     deletes = (save, f"            {delete}\n{save}")
     slow = ("            save_file(moments", "            time.sleep(1)\n            save_file(moments")
-    runs = contiguous_ranges_in_chunk(tmp_path, deletes, slow)
+    runs = runs_of(tmp_path, deletes, slow)
     assert "the script deletes step_4, so ckptkit stopped a second run to get it" in check_runs_and_saves(runs)
     assert runs.middle_state.values["state.step"].value == 4
     with pytest.raises(CheckFailed, match="no complete checkpoint is left: delete older checkpoints only after"):
@@ -95,7 +95,7 @@ def test_a_script_that_deletes_before_it_saves_loses_everything_when_killed(tmp_
 
 
 def test_a_checkpoint_that_is_deleted_at_once_is_told_from_one_that_is_not_saved(tmp_path: Path) -> None:
-    runs = contiguous_ranges_in_chunk(tmp_path, ("step % save_every == 0", "step % 8 == 0"))
+    runs = runs_of(tmp_path, ("step % save_every == 0", "step % 8 == 0"))
     with pytest.raises(CheckFailed, match=r"save every \{save_every\} steps, and keep at least two checkpoints if"):
         check_runs_and_saves(runs)
     assert hint_on_missing_checkpoint(replace(runs, was_deleted=True)) == (
@@ -123,7 +123,7 @@ def test_a_script_that_restores_not_all_is_killed_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("files", "moments"), [(1, 1), (2, 2), (3, 3), (9, 3)])
 def test_no_moment_of_a_save_is_tried_twice(tmp_path: Path, files: int, moments: int) -> None:
-    runs = contiguous_ranges_in_chunk(tmp_path)
+    runs = runs_of(tmp_path)
     runs.checkpoint_paths = {8: tmp_path / "step_8"}
     runs.checkpoint_paths[8].mkdir()
     for i in range(files):

@@ -98,7 +98,7 @@ class Trainee:
     def _scheduler(self) -> object:
         return self.scheduler.state_dict()
 
-    def _upload_target(self) -> object:
+    def _place(self) -> object:
         return {**self.place, "weights": self.place["weights"].tolist()}
 
     def _groups(self) -> object:
