@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.benchmarks.runs import Contender, measure, run, table
 from scripts.benchmarks.workplace import ckptkit, make, size_of, workplace
 from scripts.markdown import paragraph
-from scripts.markdown import table as rows_of_all_trainers
+from scripts.markdown import table as rows_of
 
 _PERCENTS = (0.1, 1, 3, 30)  # of the elements that change
 _APPLIED = 1  # the percentage of which the delta is applied
@@ -40,7 +40,7 @@ def delta(size_gb: float, runs: int) -> None:
         results = measure(contenders, home / "out", runs=runs, modes=("warm",))
         model = size_of(base)
     programs = [one.name.removesuffix(f", {_PERCENTS[-1]}%") for one in writers]
-    print(rows_of_all_trainers([["changed", "elements", *programs], *sizes]), end="\n\n")
+    print(rows_of([["changed", "elements", *programs], *sizes]), end="\n\n")
     print(
         paragraph(
             f"""The table above has the sizes for a bfloat16 model of {model}, in which the last bit of random elements
