@@ -36,8 +36,9 @@ class Destination(Protocol):
 
     Constructor arguments: the `sizes` in bytes of its large files and of any other known files, by name; the names of
     its `marks`, which are written last and in this order, because no reader takes the rest for a checkpoint without
-    them; and a `plan`, a text that is equal only for uploads of the same files. If `is_file`, the only file becomes the
-    object at `path` itself. Several threads may put pieces at the same time. They begin the pieces of a file in order.
+    them; a `plan`, a text that is equal only for uploads of the same files; and the names of `more_files` that are in
+    neither. If `is_file`, the only file becomes the object at `path` itself. Several threads may put pieces at the same
+    time. They begin the pieces of a file in order.
 
     `sent_bytes` counts the bytes that this process sent, `kept_bytes` the bytes that an earlier process had already
     sent.
@@ -50,8 +51,9 @@ class Destination(Protocol):
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Claim the path for this upload, or resume an interrupted upload with the same plan.
 
-        With `overwrite`, `check` raises an error if the existing files may not be replaced, and returns the files to
-        delete first, or all files of a checkpoint if other files stay. Raises `Occupied` if something is at the path,
+        With `overwrite`, abandons an upload with another plan and deletes the files that its claim lists. Then `check`
+        raises an error if the existing files may not be replaced, and returns the files to delete first, or all files
+        of a checkpoint if other files stay. Raises `Occupied` if something is at the path,
         or another upload is in progress.
         """
 
@@ -138,11 +140,17 @@ def to_destination(destination: str | os.PathLike[str]) -> Path:
 
 
 def open_destination(
-    path: Path, sizes: Mapping[str, int], marker_names: Sequence[str], *, plan: str, is_file: bool = False
+    path: Path,
+    sizes: Mapping[str, int],
+    marker_names: Sequence[str],
+    *,
+    plan: str,
+    is_file: bool = False,
+    more_files: Collection[str] = (),
 ) -> Destination:
     """Return the destination at a path from `to_destination`; see `Destination` for the other arguments."""
     kind = import_object(capabilities_at(path).destination)
-    return cast(Destination, kind(path, sizes, marker_names, plan=plan, is_file=is_file))
+    return cast(Destination, kind(path, sizes, marker_names, plan=plan, is_file=is_file, more_files=more_files))
 
 
 def require_multi_process_store(path: Path) -> None:

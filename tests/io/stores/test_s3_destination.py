@@ -377,4 +377,3 @@ def test_a_part_is_sent_without_a_copy_of_it(place: Place, monkeypatch: pytest.M
     finally:
         tracemalloc.stop()
     assert most < LARGE / 2
-    there.abort_and_delete_claim()
