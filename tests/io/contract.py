@@ -122,6 +122,17 @@ class OutputContract:
             ckptkit.cp(source, output.url, overwrite=True)
         assert "thesis.tex" in output.files()
 
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_no_file_gets_the_name_of_a_directory(self, output: Output, source: Path, overwrite: bool) -> None:
+        output.put(_FOLDER, b"x")
+        output.put(f"{_FOLDER}.pt/x", b"x")
+        for write in (ckptkit.cp, ckptkit.consolidate):
+            with pytest.raises(Occupied, match="the destination is a file"):
+                write(source, output.url, overwrite=overwrite)
+        with pytest.raises(Occupied, match="the destination is a directory"):
+            ckptkit.convert(source, f"{output.url}.pt", to="pt", overwrite=overwrite)
+        assert output.objects() == {_FOLDER: b"x", f"{_FOLDER}.pt/x": b"x"}
+
     def test_only_the_files_of_an_abandoned_upload_are_deleted(self, output: Output, source: Path) -> None:
         claim = StoreClaim.begin("another", ["part.bin"])
         for name, content in ((CLAIM, claim.to_bytes()), ("part.bin", b"x")):
