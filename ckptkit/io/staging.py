@@ -199,6 +199,9 @@ def require_free_destination(dst: Path, overwrite: bool, *, is_file: bool = Fals
         if dst.is_symlink():
             raise Unsafe("the destination is a symbolic link", path=dst, hint="pass the directory that it points to")
         require_kind(dst, is_file=is_file)
+        if dst.is_dir() and dst.samefile(os.curdir):  # a rename would take it from the processes that are in it
+            hint = "change to another directory, and pass this one by its name"
+            raise Occupied("the destination is the current directory", path=dst, hint=hint)
         if dst.exists() and not overwrite and (is_file or any(dst.iterdir())):
             raise destination_exists_error(dst)
 
