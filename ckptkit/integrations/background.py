@@ -27,7 +27,7 @@ from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.runs.keeper import open_run_backend
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
-from ckptkit.training.saving.run import failed_deletions_as_warnings, ignore_torch_warnings
+from ckptkit.training.saving.run import failed_deletions_as_warnings, start_save_thread
 from ckptkit.training.saving.save import Saver, copy_to_cpu
 
 WriteState = Callable[[Path, Any], object]
@@ -57,8 +57,7 @@ class BackgroundSaver:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        ignore_torch_warnings()
-        return ThreadPoolExecutor(1, thread_name_prefix="ckptkit")
+        return start_save_thread(lambda: self._saving)
 
     def save(self, path: Path, write: Callable[[Path], object], *, overwrite: bool = False) -> None:
         """Save directory `path`: `write` is the library's code, and gets the hidden directory, which has the same name.

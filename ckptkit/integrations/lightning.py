@@ -213,12 +213,12 @@ def remove_checkpoint(filepath: str | os.PathLike[str], saver: BackgroundSaver |
     path, strategy = to_uncached_path(filepath), find_calling_strategy()
     if is_remote(path) and strategy is not None and strategy.lightning_module is not None:
         callbacks = strategy.lightning_module.trainer.checkpoint_callbacks
-        if path.parent not in [to_uncached_path(getattr(callback, "dirpath", None) or "") for callback in callbacks]:
+        if path.parent not in [to_uncached_path(getattr(callback, "dirpath", None) or ".") for callback in callbacks]:
             return
     if saver is None:
         delete_unless_protected(path)
     else:
-        saver.then(partial(delete_unless_protected, path))
+        saver.then(partial(delete_unless_protected, path.absolute()))
 
 
 def delete_unless_protected(path: Path) -> None:

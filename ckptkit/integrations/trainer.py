@@ -114,7 +114,9 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
         if self.is_world_process_zero():
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             if not self._store:
-                self._saver.then(partial(rotate_checkpoints, str(run), limit, best, use_mtime=True))
+                # absolute, because the training may change its directory before the thread gets there
+                root, best = str(run.absolute()), best and str(Path(best).absolute())
+                self._saver.then(partial(rotate_checkpoints, root, limit, best, use_mtime=True))
             elif limit:
                 self._saver.then(partial(delete_in_store, run, partial(older_in_store, path, limit, best)))
 
