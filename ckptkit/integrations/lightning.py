@@ -270,8 +270,15 @@ def read_entry_bytes(layout: Layout, name: str) -> BytesIO:
 
 
 def replace_tensors_with_paths(value: Any, key_path: KeyPath, tensors: dict[KeyPath, Tensor]) -> Any:
-    """Return a nested value with each tensor replaced by its key path, and add the tensors to `tensors`."""
+    """Return a nested value with each tensor replaced by its key path, and add the tensors to `tensors`.
+
+    Raises `Unsupported` for tensors whose keys are equal as text.
+    """
     if isinstance(value, Tensor):
+        if key_path in tensors:
+            name = ".".join(map(str, key_path))
+            hint = "use keys with different text, such as 0 and '00' instead of 0 and '0'"
+            raise Unsupported("two tensors have keys of the same text", tensor=name, hint=hint)
         tensors[key_path] = value.detach()
         return {_NAME: list(key_path)}
     return map_members(value, lambda key, member: replace_tensors_with_paths(member, (*key_path, str(key)), tensors))
