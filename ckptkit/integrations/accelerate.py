@@ -20,7 +20,7 @@ from accelerate import Accelerator, DistributedType, checkpointing
 from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, too_small_error, warn
-from ckptkit.integrations.background import BackgroundSaver, attribute_replaced
+from ckptkit.integrations.background import BackgroundSaver, attribute_replaced, delete_manifests
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import list_directories
 from ckptkit.io.path import is_remote
@@ -88,6 +88,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
                 hint = f"save to a local directory, and copy that with `ckptkit cp LOCAL {path}`"
                 raise Unsupported(message, path=path, hint=hint)
             warn(f"{reason}, so the training waits until {path.name} is written")
+            self._saver.ranks.run_on_first_rank(lambda: delete_manifests(path))
             saved = save(output_dir)
             self.wait_for_everyone()
         else:

@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.errors import IOFailure, names_and_more, warn
 from ckptkit.hub.cp import cp
@@ -239,6 +240,12 @@ def discard(stage: Stage, path: Path) -> None:
     stage.discard()
     if is_remote(path):
         shutil.rmtree(stage.dst.parent, ignore_errors=True)
+
+
+def delete_manifests(directory: Path) -> None:
+    """Delete the manifests of an earlier save: they do not describe the files that the library itself writes now."""
+    for file in (*directory.glob(MANIFEST), *directory.glob(f"*/{MANIFEST}")):
+        file.unlink()
 
 
 @contextmanager

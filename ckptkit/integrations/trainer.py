@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Unsupported, warn
 from ckptkit.integrations.accelerate import add_manifest, why_not_sharded, without_offload
-from ckptkit.integrations.background import BackgroundSaver, attribute_replaced, delete_in_store
+from ckptkit.integrations.background import BackgroundSaver, attribute_replaced, delete_in_store, delete_manifests
 from ckptkit.integrations.transformers import save_config_and_tokenizer
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import is_remote
@@ -107,6 +107,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
         if reason := self._saver.ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
             warn(f"{reason}, so the training waits until {path.name} is written")
             if not self._store:
+                self._saver.ranks.run_on_first_rank(lambda: delete_manifests(path))
                 save()
                 return
         write = partial(self._write_files, save, path=path, is_sharded=not reason)

@@ -236,9 +236,11 @@ def test_a_checkpoint_is_replaced_and_a_directory_with_other_files_is_not(tmp_pa
         loop.accelerator.save_state(tmp_path / name)
     loop.accelerator.wait_for_save()
     (tmp_path / "last" / "notes.txt").touch()
+    loop.train(1)
     with pytest.warns(match="notes.txt.*, so the training waits until last is written"):
         loop.accelerator.save_state(tmp_path / "last")
     assert (tmp_path / "last" / "notes.txt").exists()
+    assert all(part.is_ok for part in verify(tmp_path / "last"))
     with pytest.raises(Usage, match="keep_last: expected 1 or more, found 0"):
         fresh(ours, keep_last=0)
 
