@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ckptkit.entry_points import import_object
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage
 from ckptkit.io.crc32 import combine_crc32, crc32
-from ckptkit.io.file import destination_exists_error, require_kind
+from ckptkit.io.file import destination_exists_error, names_in, require_kind
 from ckptkit.io.path import RemotePath, capabilities_at, drop_cached_listing, is_remote, to_uncached_path
 from ckptkit.io.pieces import FilePiece, cut_into_pieces, new_piece_buffer
 from ckptkit.io.stores import STORES
@@ -173,7 +173,7 @@ def require_absent(dst: Path, *, is_file: bool) -> None:
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
     with suppress(NotACheckpoint):  # the bucket does not exist yet
         require_kind(dst, is_file=is_file)
-        if dst.exists() and not any(claim.exists() for claim in claims):
+        if dst.exists() and (is_file or names_in(dst)) and not any(claim.exists() for claim in claims):
             raise destination_exists_error(dst)
 
 

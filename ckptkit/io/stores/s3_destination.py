@@ -358,7 +358,8 @@ class S3Destination(StoreOutput):
         return {
             key.removeprefix(base): size
             for key, size in sizes_by_key.items()
-            if not self._upload_target.is_claim_or_note(key)
+            # S3's console makes an empty object for a directory, with a name that ends in a slash
+            if (size or key != base) and not self._upload_target.is_claim_or_note(key)
         }
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
