@@ -226,7 +226,10 @@ class Run:
             if stage is not None:
                 stage.discard()
             if isinstance(error, Occupied):
-                error.path, error.hint = path, "save another step, or delete this checkpoint first"
+                error.path, error.hint = (
+                    path,
+                    "save another step, or delete this checkpoint if no other job saves to this run",
+                )
             raise
         finish = partial(self._write_and_publish, path, stage, writer, entries)
         if self._thread is None:
