@@ -69,9 +69,8 @@ def to_ckpt_error(error: Exception) -> CkptError:
 
 def main() -> None:
     """Run the command line, report errors, and exit with the exit code."""
-    if sys.argv[1:] in (["--version"], ["-V"]):  # fast path: the imports below take four times as long
-        print(f"ckptkit {__version__}")
-        return
+    if sys.stderr is None:  # the process that started this one closed it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until this process ends
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, raise_interrupted)
     sys.unraisablehook = resend_dropped_signal
@@ -79,6 +78,11 @@ def main() -> None:
     warnings.simplefilter("once", CheckpointWarning)
     warnings.showwarning = show_warning
     try:
+        if sys.stdout is None:
+            raise IOFailure("stdout is closed", hint="redirect it to a file or to /dev/null")
+        if sys.argv[1:] in (["--version"], ["-V"]):  # fast path: the imports below take four times as long
+            print(f"ckptkit {__version__}", flush=True)
+            return
         from ckptkit.cli.commands import app
 
         sys.exit(app(standalone_mode=False, prog_name="ckptkit"))

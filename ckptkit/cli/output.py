@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import zip_longest
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ckptkit.errors import CkptError
+from ckptkit.errors import CkptError, IOFailure
 from ckptkit.trainers import find_step_of_path
 from ckptkit.words import escape_control_characters, fold_lines, format_bytes
 
@@ -89,11 +89,21 @@ def with_repeat_count(text: str, number: int) -> str:
 def print_raw_line(text: str) -> None:
     """Print a line to stdout with its escape sequences, unless --quiet is given."""
     if not _quiet:
-        typer.echo(text)
+        write_line(text)
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(to_json_value(value)))
+    write_line(json.dumps(to_json_value(value)))
+
+
+def write_line(text: str) -> None:
+    try:
+        typer.echo(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        message = f"cannot write to stdout: {(error.strerror or str(error)).lower()}"
+        raise IOFailure(message, hint="redirect it to a file on another disk") from error
 
 
 def to_json_value(value: Any) -> Any:
@@ -116,9 +126,10 @@ def pick(record: object, *names: str) -> dict[str, Any]:
 
 def print_error(error: CkptError, *, as_json: bool) -> None:
     """Print an error as a line with file and tensor, and its hint; or as JSON."""
-    if as_json:
-        print_json({"error": error.to_json()})
-        return
+    if as_json and sys.stdout is not None:
+        with suppress(IOFailure):  # stdout is full
+            print_json({"error": error.to_json()})
+            return
     typer.echo(as_printable(f"error: {error.line}"), err=True)
     if error.hint:
         typer.echo(as_printable(f"hint: {error.hint}"), err=True)

@@ -20,7 +20,7 @@ from accelerate import Accelerator, DistributedType, checkpointing
 from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage, too_small_error, warn
-from ckptkit.integrations.background import BackgroundSaver, attribute_replaced
+from ckptkit.integrations.background import BackgroundSaver, attribute_replaced, delete_manifests
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import list_directories
 from ckptkit.io.path import is_remote
@@ -41,7 +41,8 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
 
     `keep_last` keeps so many of the newest checkpoints in the directory of the one that was saved, by the rules of
     `ckptkit prune`. With `automatic_checkpoint_naming`, the default is Accelerate's `total_limit`. An older checkpoint
-    is deleted only when the new one is visible. The one just saved stays, too, if the training was rewound.
+    is deleted only when the new one is visible. The one just saved stays, too, if the training was rewound. Names
+    without a step, such as epoch_1, do not count, with a warning.
 
     A save that fails raises in the next save or load, or in `end_training`. With DeepSpeed, Megatron-LM, XLA,
     FULL_STATE_DICT or `save_on_each_node`, and to a directory that contains other files, Accelerate itself saves, with
@@ -79,7 +80,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
             )
         else:
             directory = output_dir
-        path = to_destination(directory)
+        path = to_destination(directory).absolute()
         save = partial(super().save_state, safe_serialization=safe_serialization, **options)
         if reason := self._saver.ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
             if is_remote(path):
@@ -87,6 +88,7 @@ class BackgroundAccelerator(Accelerator):  # type: ignore[misc]
                 hint = f"save to a local directory, and copy that with `ckptkit cp LOCAL {path}`"
                 raise Unsupported(message, path=path, hint=hint)
             warn(f"{reason}, so the training waits until {path.name} is written")
+            self._saver.ranks.run_on_first_rank(lambda: delete_manifests(path))
             saved = save(output_dir)
             self.wait_for_everyone()
         else:
@@ -152,6 +154,9 @@ def delete_older_checkpoints(saved: Path, keep_last: int) -> None:
     """
     with failed_deletions_as_warnings():
         plan = prune(saved.parent, keep_last=keep_last)
+        for entry in plan.other:
+            if entry.path.name == saved.name:
+                warn(f"{saved}: `keep_last` does not count this checkpoint: {entry.reason}")
         keeper = open_run_backend(saved.parent)
         delete = tuple(entry for entry in plan.delete if entry.path.name != saved.name)
         with keeper.pruning():

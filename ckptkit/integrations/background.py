@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.errors import IOFailure, names_and_more, warn
 from ckptkit.hub.cp import cp
@@ -27,7 +28,7 @@ from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.runs.keeper import open_run_backend
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
-from ckptkit.training.saving.run import failed_deletions_as_warnings, ignore_torch_warnings
+from ckptkit.training.saving.run import failed_deletions_as_warnings, start_save_thread
 from ckptkit.training.saving.save import Saver, copy_to_cpu
 
 WriteState = Callable[[Path, Any], object]
@@ -57,8 +58,7 @@ class BackgroundSaver:
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
-        ignore_torch_warnings()
-        return ThreadPoolExecutor(1, thread_name_prefix="ckptkit")
+        return start_save_thread(lambda: self._saving)
 
     def save(self, path: Path, write: Callable[[Path], object], *, overwrite: bool = False) -> None:
         """Save directory `path`: `write` is the library's code, and gets the hidden directory, which has the same name.
@@ -240,6 +240,12 @@ def discard(stage: Stage, path: Path) -> None:
     stage.discard()
     if is_remote(path):
         shutil.rmtree(stage.dst.parent, ignore_errors=True)
+
+
+def delete_manifests(directory: Path) -> None:
+    """Delete the manifests of an earlier save: they do not describe the files that the library itself writes now."""
+    for file in (*directory.glob(MANIFEST), *directory.glob(f"*/{MANIFEST}")):
+        file.unlink()
 
 
 @contextmanager

@@ -213,12 +213,12 @@ def remove_checkpoint(filepath: str | os.PathLike[str], saver: BackgroundSaver |
     path, strategy = to_uncached_path(filepath), find_calling_strategy()
     if is_remote(path) and strategy is not None and strategy.lightning_module is not None:
         callbacks = strategy.lightning_module.trainer.checkpoint_callbacks
-        if path.parent not in [to_uncached_path(getattr(callback, "dirpath", None) or "") for callback in callbacks]:
+        if path.parent not in [to_uncached_path(getattr(callback, "dirpath", None) or ".") for callback in callbacks]:
             return
     if saver is None:
         delete_unless_protected(path)
     else:
-        saver.then(partial(delete_unless_protected, path))
+        saver.then(partial(delete_unless_protected, path.absolute()))
 
 
 def delete_unless_protected(path: Path) -> None:
@@ -270,8 +270,15 @@ def read_entry_bytes(layout: Layout, name: str) -> BytesIO:
 
 
 def replace_tensors_with_paths(value: Any, key_path: KeyPath, tensors: dict[KeyPath, Tensor]) -> Any:
-    """Return a nested value with each tensor replaced by its key path, and add the tensors to `tensors`."""
+    """Return a nested value with each tensor replaced by its key path, and add the tensors to `tensors`.
+
+    Raises `Unsupported` for tensors whose keys are equal as text.
+    """
     if isinstance(value, Tensor):
+        if key_path in tensors:
+            name = ".".join(map(str, key_path))
+            hint = "use keys with different text, such as 0 and '00' instead of 0 and '0'"
+            raise Unsupported("two tensors have keys of the same text", tensor=name, hint=hint)
         tensors[key_path] = value.detach()
         return {_NAME: list(key_path)}
     return map_members(value, lambda key, member: replace_tensors_with_paths(member, (*key_path, str(key)), tensors))

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Unsupported, warn
 from ckptkit.integrations.accelerate import add_manifest, why_not_sharded, without_offload
-from ckptkit.integrations.background import BackgroundSaver, attribute_replaced, delete_in_store
+from ckptkit.integrations.background import BackgroundSaver, attribute_replaced, delete_in_store, delete_manifests
 from ckptkit.integrations.transformers import save_config_and_tokenizer
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import is_remote
@@ -107,6 +107,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
         if reason := self._saver.ranks.run_on_first_rank(lambda: why_not_in_background(self, path)):
             warn(f"{reason}, so the training waits until {path.name} is written")
             if not self._store:
+                self._saver.ranks.run_on_first_rank(lambda: delete_manifests(path))
                 save()
                 return
         write = partial(self._write_files, save, path=path, is_sharded=not reason)
@@ -114,7 +115,9 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
         if self.is_world_process_zero():
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             if not self._store:
-                self._saver.then(partial(rotate_checkpoints, str(run), limit, best, use_mtime=True))
+                # absolute, because the training may change its directory before the thread gets there
+                root, best = str(run.absolute()), best and str(Path(best).absolute())
+                self._saver.then(partial(rotate_checkpoints, root, limit, best, use_mtime=True))
             elif limit:
                 self._saver.then(partial(delete_in_store, run, partial(older_in_store, path, limit, best)))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from ckptkit.words import command_line
 
 _DELETION = "deletion "  # prefix of a deletion's plan
 _READ_TRIES = 3  # a claim may be replaced between the listing and the read
-_LIMIT = 1 << 24  # bytes of a claim: it names every large file
+LIMIT = 1 << 24  # bytes of a claim: it names every file
 _ABANDON = "wait for it to end, or abandon it with --overwrite"
 
 
@@ -32,25 +32,29 @@ _ABANDON = "wait for it to end, or abandon it with --overwrite"
 class StoreClaim:
     """The content of a claim: the `plan` that it belongs to, when it `started`, and on which `host`.
 
-    `uploads` maps files to multipart upload ids, None until the uploads begin. `owner` is the process that works on the
-    upload, if only one process can. `conditions` and `checksums` record whether the store supports these features.
+    `files` are the files that it may delete: those that it writes, and those that it replaces or deletes; none in a
+    claim of an older ckptkit. `uploads` maps files to multipart upload ids, None until the uploads begin. `owner` is
+    the process that works on the upload, if only one process can. `conditions` and `checksums` record whether the store
+    supports these features.
     """
 
     plan: str
     started: str
     host: str
+    files: tuple[str, ...] = ()
     owner: str = ""
     uploads: Mapping[str, str] | None = None
     conditions: bool = True
     checksums: bool = True
 
     @classmethod
-    def begin(cls, plan: str, **fields: Any) -> Self:
-        return cls(plan, datetime.now(UTC).isoformat(timespec="seconds"), socket.gethostname(), **fields)
+    def begin(cls, plan: str, files: Iterable[str], **fields: Any) -> Self:
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(plan, started, socket.gethostname(), tuple(dict.fromkeys(files)), **fields)
 
     @classmethod
-    def for_deletion(cls) -> Self:
-        return cls.begin(f"{_DELETION}{uuid4().hex}")
+    def for_deletion(cls, files: Iterable[str]) -> Self:
+        return cls.begin(f"{_DELETION}{uuid4().hex}", files)
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
@@ -62,6 +66,7 @@ class StoreClaim:
                 str(fields["plan"]),
                 str(fields["started"]),
                 str(fields["host"]),
+                files=tuple(str(name) for name in fields.get("files", ())),
                 owner=str(fields.get("owner", "")),
                 uploads=uploads and {str(name): str(upload) for name, upload in uploads.items()},
                 conditions=bool(fields.get("conditions", True)),
@@ -98,7 +103,7 @@ def find_claim(target: Path) -> StoreClaim | None:
         if path is None:
             return None
         try:
-            return StoreClaim.parse(read_small(path, _LIMIT))
+            return StoreClaim.parse(read_small(path, LIMIT))
         except (Corrupt, IOFailure) as error:  # deleted or replaced since it was listed
             failure = error
             drop_cached_listing(path)
@@ -200,6 +205,12 @@ class StoreOutput:
     marks: Sequence[str]
     plan: str
     is_file: bool = False
+    more_files: Collection[str] = ()
+
+    @property
+    def _planned_files(self) -> list[str]:
+        """Return the names of all files, the marks first."""
+        return list(dict.fromkeys((*self.marks, *self.sizes, *self.more_files)))
 
     @property
     def _upload_target(self) -> UploadTarget:

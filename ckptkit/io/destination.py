@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ckptkit.entry_points import import_object
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage
 from ckptkit.io.crc32 import combine_crc32, crc32
-from ckptkit.io.file import destination_exists_error
+from ckptkit.io.file import destination_exists_error, names_in, require_kind
 from ckptkit.io.path import RemotePath, capabilities_at, drop_cached_listing, is_remote, to_uncached_path
 from ckptkit.io.pieces import FilePiece, cut_into_pieces, new_piece_buffer
 from ckptkit.io.stores import STORES
@@ -36,8 +36,9 @@ class Destination(Protocol):
 
     Constructor arguments: the `sizes` in bytes of its large files and of any other known files, by name; the names of
     its `marks`, which are written last and in this order, because no reader takes the rest for a checkpoint without
-    them; and a `plan`, a text that is equal only for uploads of the same files. If `is_file`, the only file becomes the
-    object at `path` itself. Several threads may put pieces at the same time. They begin the pieces of a file in order.
+    them; a `plan`, a text that is equal only for uploads of the same files; and the names of `more_files` that are in
+    neither. If `is_file`, the only file becomes the object at `path` itself. Several threads may put pieces at the same
+    time. They begin the pieces of a file in order.
 
     `sent_bytes` counts the bytes that this process sent, `kept_bytes` the bytes that an earlier process had already
     sent.
@@ -50,8 +51,9 @@ class Destination(Protocol):
     def claim(self, *, overwrite: bool, check: Check) -> None:
         """Claim the path for this upload, or resume an interrupted upload with the same plan.
 
-        With `overwrite`, `check` raises an error if the existing files may not be replaced, and returns the files to
-        delete first, or all files of a checkpoint if other files stay. Raises `Occupied` if something is at the path,
+        With `overwrite`, abandons an upload with another plan and deletes the files that its claim lists. Then `check`
+        raises an error if the existing files may not be replaced, and returns the files to delete first, or all files
+        of a checkpoint if other files stay. Raises `Occupied` if something is at the path,
         or another upload is in progress.
         """
 
@@ -133,16 +135,28 @@ def to_destination(destination: str | os.PathLike[str]) -> Path:
         hint = f"write to a local directory, or to {places}"
         raise Usage(f"ckptkit does not write to `{destination}`", hint=hint)
     if path == path.store_root and not is_keeping_other_files(path):
-        raise Usage(f"`{destination}` is a whole bucket", hint=f"write it like {destination}/run/ckpt-5")
+        raise Usage(f"`{destination}` is a whole bucket", hint=f"write it like {path}/run/ckpt-5")
     return path
 
 
 def open_destination(
-    path: Path, sizes: Mapping[str, int], marker_names: Sequence[str], *, plan: str, is_file: bool = False
+    path: Path,
+    sizes: Mapping[str, int],
+    marker_names: Sequence[str],
+    *,
+    plan: str,
+    is_file: bool = False,
+    more_files: Collection[str] = (),
 ) -> Destination:
-    """Return the destination at a path from `to_destination`; see `Destination` for the other arguments."""
+    """Return the destination at a path from `to_destination`; see `Destination` for the other arguments.
+
+    Raises `Occupied` if an object has the name of the directory to write, or a directory has the name of the file.
+    """
+    if not is_keeping_other_files(path):  # a repository checks this again in its commit
+        with suppress(NotACheckpoint):  # the bucket does not exist yet
+            require_kind(path, is_file=is_file)
     kind = import_object(capabilities_at(path).destination)
-    return cast(Destination, kind(path, sizes, marker_names, plan=plan, is_file=is_file))
+    return cast(Destination, kind(path, sizes, marker_names, plan=plan, is_file=is_file, more_files=more_files))
 
 
 def require_multi_process_store(path: Path) -> None:
@@ -153,12 +167,13 @@ def require_multi_process_store(path: Path) -> None:
         raise Unsupported(message, path=path, hint=hint)
 
 
-def require_absent(dst: Path) -> None:
+def require_absent(dst: Path, *, is_file: bool) -> None:
     """Raise `Occupied` if files exist at a destination in a store, unless an upload has claimed it."""
     drop_cached_listing(dst)
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
     with suppress(NotACheckpoint):  # the bucket does not exist yet
-        if dst.exists() and not any(claim.exists() for claim in claims):
+        require_kind(dst, is_file=is_file)
+        if dst.exists() and (is_file or names_in(dst)) and not any(claim.exists() for claim in claims):
             raise destination_exists_error(dst)
 
 

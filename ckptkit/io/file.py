@@ -285,6 +285,13 @@ def missing_path_error(path: Path) -> NotACheckpoint:
     return NotACheckpoint("no such file or directory", path=path, hint=hint)
 
 
+def require_kind(dst: Path, *, is_file: bool) -> None:
+    """Raise `Occupied` if a directory is at the destination of a file, or a file at the destination of a directory."""
+    if dst.exists() and dst.is_dir() == is_file:
+        hint = "choose another destination"
+        raise Occupied(f"the destination is a {'directory' if is_file else 'file'}", path=dst, hint=hint)
+
+
 def destination_exists_error(path: Path) -> Occupied:
     return Occupied("the destination exists", path=path, hint="choose another, or pass --overwrite to replace it")
 

@@ -197,6 +197,8 @@ def to_uncached_path(typed: str | os.PathLike[str]) -> Path:
 
     Raises `Usage` for an invalid URL, also for one without its two slashes, as `Path("s3://bucket")` is.
     """
+    if typed == "":
+        raise Usage("the path is empty", hint="pass . for the current directory")
     if not (isinstance(typed, str) and _URL.match(typed)):
         path = typed if isinstance(typed, Path) else Path(typed)
         scheme, colon, rest = (path.parts[0] if path.parts else "").partition(":")

@@ -26,7 +26,7 @@ from ckptkit.io.disk import (
     sync_directory_tree,
     sync_path,
 )
-from ckptkit.io.file import destination_exists_error, opening, read_at
+from ckptkit.io.file import destination_exists_error, opening, read_at, require_kind
 from ckptkit.io.locks import acquire_lock, close_if_open, is_same_file, release_lock, try_lock
 
 WORK = ".ckptkit-work"
@@ -198,11 +198,11 @@ def require_free_destination(dst: Path, overwrite: bool, *, is_file: bool = Fals
     with translate_os_errors(dst):
         if dst.is_symlink():
             raise Unsafe("the destination is a symbolic link", path=dst, hint="pass the directory that it points to")
-        if not dst.exists():
-            return
-        if dst.is_dir() == is_file:
-            raise Occupied(f"the destination is a {'directory' if is_file else 'file'}", path=dst)
-        if not overwrite and (is_file or any(dst.iterdir())):
+        require_kind(dst, is_file=is_file)
+        if dst.is_dir() and dst.samefile(os.curdir):  # a rename would take it from the processes that are in it
+            hint = "change to another directory, and pass this one by its name"
+            raise Occupied("the destination is the current directory", path=dst, hint=hint)
+        if dst.exists() and not overwrite and (is_file or any(dst.iterdir())):
             raise destination_exists_error(dst)
 
 

@@ -35,7 +35,7 @@ def require_free_or_replaceable(dst: Path, *, overwrite: bool, is_file: bool) ->
             raise
     elif not overwrite:
         if not is_keeping_other_files(dst):
-            require_absent(dst)
+            require_absent(dst, is_file=is_file)
             return
         drop_cached_listing(dst)
         with suppress(NotACheckpoint):  # the repository does not exist yet

@@ -114,7 +114,9 @@ def opened_upload(conversion: Conversion, share_count: int) -> Iterator[OutputUp
         sizes, marks = conversion.file_sizes, markers_to_send_last(conversion, plans)
         sizes = {name: size for name, size in sizes.items() if name not in conversion.made}
         key = blake2b(conversion.shared_options_key(share_count), digest_size=16).hexdigest()
-        destination = open_destination(conversion.output, sizes, marks, plan=key, is_file=conversion.is_file)
+        destination = open_destination(
+            conversion.output, sizes, marks, plan=key, is_file=conversion.is_file, more_files=conversion.made
+        )
         if share_count > 1:
             destination.read_notes()  # raises for a store without notes before anything is claimed
         by_training = conversion.is_training_file

@@ -53,6 +53,13 @@ class PlannedWriter(StorageWriter):
             raise Unsupported(message, hint="drop it, or save with torch's FileSystemWriter, which ckptkit reads")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan. Raises `Unsupported` for a quantized tensor, which no format can store."""
+        for item in split_tensors_and_entries(plan.items)[0]:
+            dtype = spec_and_box_of_item(item)[0].dtype
+            if dtype.kind == "quantized":
+                message = f"a tensor of dtype {dtype} has its scales beside its bytes"
+                hint = "save its `int_repr()` and its scales as tensors, or its `dequantize()`"
+                raise Unsupported(message, tensor=item.index.fqn, hint=hint)
         return plan
 
 

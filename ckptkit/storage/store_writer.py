@@ -126,7 +126,8 @@ class StoreWriter(PlannedWriter):
         }
         sizes = {name: size_of_file(own_items) for name, own_items in items.items()}
         upload = uuid4().hex
-        destination = open_destination(self.path, sizes, _MARKS, plan=upload)
+        more = (*map(entries_file_name, range(len(plans))), *self._files)
+        destination = open_destination(self.path, sizes, _MARKS, plan=upload, more_files=more)
         if not self._overwrite:
             require_no_checkpoint_at(self.path)
         # replace an incomplete checkpoint if it can only be from a save that died

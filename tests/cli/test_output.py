@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
 
 
 def test_stdout_can_be_kept_for_data() -> None:
@@ -17,6 +21,30 @@ def test_stdout_can_be_kept_for_data() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("before\nafter\n", "noise")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["inspect m.pt --json", "inspect m.pt", "inspect none.pt --json", "--version"])
+@pytest.mark.parametrize(
+    ("redirection", "said"),
+    [(">/dev/full", "no space left on device"), (">&-", "error: stdout is closed\nhint: redirect it")],
+    ids=["full", "closed"],
+)
+def test_a_result_that_cannot_be_printed_is_an_error(words: str, redirection: str, said: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    command = f"{sys.executable} -m ckptkit {words} {redirection}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False)
+    is_missing = "none" in words and redirection == ">/dev/full"
+    assert done.returncode == (3 if is_missing else 4)
+    assert ("none.pt: no such file" if is_missing else said) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_stderr_a_conversion_goes_on(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    command = f"{sys.executable} -m ckptkit convert m.pt out --to dcp 2>&-"
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert (tmp_path / "out" / ".metadata").is_file()
 
 
 def progress_of(*told: tuple[int, int], quiet: bool = False) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -234,9 +236,11 @@ def test_a_checkpoint_is_replaced_and_a_directory_with_other_files_is_not(tmp_pa
         loop.accelerator.save_state(tmp_path / name)
     loop.accelerator.wait_for_save()
     (tmp_path / "last" / "notes.txt").touch()
+    loop.train(1)
     with pytest.warns(match="notes.txt.*, so the training waits until last is written"):
         loop.accelerator.save_state(tmp_path / "last")
     assert (tmp_path / "last" / "notes.txt").exists()
+    assert all(part.is_ok for part in verify(tmp_path / "last"))
     with pytest.raises(Usage, match="keep_last: expected 1 or more, found 0"):
         fresh(ours, keep_last=0)
 
@@ -248,6 +252,47 @@ def test_the_checkpoint_just_saved_stays_after_a_rewind(tmp_path: Path) -> None:
         loop.accelerator.save_state(tmp_path / f"step_{step}")
     loop.accelerator.wait_for_save()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6"]
+
+
+def test_a_relative_path_means_the_directory_at_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed, commit = threading.Event(), Stage.commit
+
+    def commit_later(stage: Stage) -> None:
+        assert changed.wait(60)
+        commit(stage)
+
+    monkeypatch.setattr(Stage, "commit", commit_later)
+    monkeypatch.chdir(tmp_path)
+    loop = fresh(ours, keep_last=1)
+    for step in (1, 2):
+        changed.clear()
+        loop.accelerator.save_state(f"run/step_{step}")
+        monkeypatch.chdir("/")
+        changed.set()
+        loop.accelerator.wait_for_save()
+        monkeypatch.chdir(tmp_path)
+    assert os.listdir("run") == ["step_2"]
+
+
+def test_a_name_without_a_step_is_not_counted_with_a_warning(tmp_path: Path) -> None:
+    loop = fresh(ours, keep_last=1)
+    for epoch in range(2):
+        loop.accelerator.save_state(tmp_path / f"epoch_{epoch}")
+        with pytest.warns(match=f"epoch_{epoch}: `keep_last` does not count this checkpoint: its name does not end"):
+            loop.accelerator.wait_for_save()
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_an_error_of_the_last_save_is_logged_at_the_exit(tmp_path: Path) -> None:
+    code = (
+        "from ckptkit.integrations.accelerate import BackgroundAccelerator as Accelerator\n"
+        "from ckptkit.io.staging import Stage\n"
+        "Stage.commit = lambda _: 1 / 0\n"
+        "Accelerator(cpu=True).save_state('last')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stderr.endswith("the last checkpoint was not saved: division by zero\n")
+    assert not os.listdir(tmp_path)
 
 
 def test_accelerate_itself_saves_and_older_checkpoints_go_but_not_to_a_store(tmp_path: Path) -> None:

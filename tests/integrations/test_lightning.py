@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checks.verify import verify
 from ckptkit.conversion.convert import convert
-from ckptkit.errors import CkptError, Corrupt
+from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.runs.pin import pin
 from tests.producers import spawn
 from tests.s3 import Place
@@ -158,6 +158,15 @@ def test_damage_is_found_when_it_is_loaded(tmp_path: Path) -> None:
         shard.write_bytes(data)
     with pytest.raises(CkptError):
         CkptkitIO().load_checkpoint(path)
+
+
+def test_tensors_under_keys_of_equal_text_are_refused(tmp_path: Path) -> None:
+    from ckptkit.integrations.lightning import CkptkitIO
+
+    checkpoint = {"state_dict": {"w": torch.ones(2)}, "mine": {0: torch.ones(1), "0": torch.zeros(1)}}
+    with pytest.raises(Unsupported, match=r"`mine\.0`: two tensors have keys of the same text"):
+        CkptkitIO().save_checkpoint(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.errors import Corrupt, Occupied, Usage
 from ckptkit.io import pieces
+from ckptkit.io.claims import StoreClaim
+from ckptkit.io.destination import CLAIM
 from tests.directories import files_in
 
 Convert = Callable[..., Any]
@@ -118,6 +121,35 @@ class OutputContract:
         with pytest.raises(Occupied, match="thesis"):
             ckptkit.cp(source, output.url, overwrite=True)
         assert "thesis.tex" in output.files()
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_no_file_gets_the_name_of_a_directory(self, output: Output, source: Path, overwrite: bool) -> None:
+        output.put(_FOLDER, b"x")
+        output.put(f"{_FOLDER}.pt/x", b"x")
+        for write in (ckptkit.cp, ckptkit.consolidate):
+            with pytest.raises(Occupied, match="the destination is a file"):
+                write(source, output.url, overwrite=overwrite)
+        with pytest.raises(Occupied, match="the destination is a directory"):
+            ckptkit.convert(source, f"{output.url}.pt", to="pt", overwrite=overwrite)
+        assert output.objects() == {_FOLDER: b"x", f"{_FOLDER}.pt/x": b"x"}
+
+    def test_only_the_files_of_an_abandoned_upload_are_deleted(self, output: Output, source: Path) -> None:
+        claim = StoreClaim.begin("another", ["part.bin"])
+        for name, content in ((CLAIM, claim.to_bytes()), ("part.bin", b"x")):
+            output.put(f"{_FOLDER}/{name}", content)
+        ckptkit.cp(source, output.url, overwrite=True)
+        assert output.files() == files_in(source)
+        claim = StoreClaim.begin("another", [".metadata", "part.bin"])
+        kept = {**files_in(source), "thesis.tex": b"x", "run/ckpt-6/part.bin": b"x"}
+        del kept[".metadata"]
+        for name, content in ((CLAIM, claim.to_bytes()), ("part.bin", b"x"), *kept.items()):
+            output.put(f"{_FOLDER}/{name}", content)
+        for _ in range(2):
+            with pytest.raises(Occupied, match=r"does not know: .*thesis\.tex"):
+                ckptkit.cp(source, output.url, overwrite=True)
+            assert output.files() == kept
+            old = json.dumps({"plan": "another", "started": "now", "host": "there"})  # as older versions wrote it
+            output.put(f"{_FOLDER}/{CLAIM}", old.encode())
 
     @pytest.mark.parametrize(
         ("convert", "to"), [(ckptkit.reshard, 2), (ckptkit.convert, "dcp")], ids=["reshard", "convert"]

@@ -54,7 +54,7 @@ def test_a_url_is_a_remote_path(text: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["run", "./org/name", "/org/name", "a/b/c", "../name", "here/name", ".a/b", "", "a b/c", "no-such-org/name"]
+    "text", ["run", "./org/name", "/org/name", "a/b/c", "../name", "here/name", ".a/b", "a b/c", "no-such-org/name"]
 )
 def test_all_else_is_a_local_path(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -102,6 +102,13 @@ def test_a_url_in_a_plain_path_is_refused() -> None:
     with pytest.raises(Usage, match="is not a URL") as refused:
         to_path(Path("s3://bucket/run"))
     assert refused.value.hint == "pass the text s3://bucket/run, not a Path"
+
+
+def test_an_empty_path_is_not_the_current_directory() -> None:
+    for read in (to_path, to_model_path, to_local_path, to_destination):
+        with pytest.raises(Usage, match="the path is empty") as refused:
+            read("")
+        assert refused.value.hint == "pass . for the current directory"
 
 
 def test_an_unknown_scheme_or_a_missing_package_is_said() -> None:

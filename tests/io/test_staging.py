@@ -89,6 +89,14 @@ def test_an_empty_directory_is_free(tmp_path: Path) -> None:
     assert listing(tmp_path) == {"out/file0": b"new"}
 
 
+def test_the_current_directory_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for dst in (Path(), tmp_path):
+        with pytest.raises(Occupied, match="the destination is the current directory"):
+            make(dst, b"1", overwrite=True)
+    assert not os.listdir()
+
+
 def test_a_file_or_a_link_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"mine")
     make(tmp_path / "real", b"old")

@@ -183,6 +183,14 @@ def test_another_output_is_not_mixed_in(place: Place, source: Path) -> None:
         assert file.get_tensor("layers.0.w").dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("write", [ckptkit.cp, ckptkit.consolidate])
+def test_a_directory_of_a_console_is_empty(place: Place, source: Path, write: Convert) -> None:
+    place.files.call_s3("put_object", Bucket=place.name, Key="run/ckpt-5/", Body=b"")
+    forget()
+    write(source, place.url)
+    assert all(part.is_ok for part in ckptkit.verify(place.url))
+
+
 def test_a_dry_run_sends_nothing(place: Place, source: Path) -> None:
     done = ckptkit.consolidate(source, place.url, dry_run=True)
     assert done.free_bytes is None

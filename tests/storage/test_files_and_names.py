@@ -96,6 +96,15 @@ def test_a_refusal_names_the_destination_and_the_format_that_takes_all(tmp_path:
     assert "--include" not in str(refused.value)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_quantized_tensor_is_refused_with_what_can_be_saved(tmp_path: Path, to: str) -> None:
+    quantized = torch.quantize_per_tensor(WEIGHT.float(), 0.1, 0, torch.qint8)
+    with pytest.raises(CheckpointException, match=r"dtype qint8 has its scales.*save its `int_repr\(\)`"):
+        save({"w": quantized}, Writer(tmp_path / "out", to))
+    assert not list(tmp_path.iterdir())
+
+
 def test_errors_in_python_name_arguments(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "x").write_text("x")

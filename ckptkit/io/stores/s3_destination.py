@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import md5
@@ -59,6 +59,7 @@ class S3Destination(StoreOutput):
     whole: dict[str, int] = field(default_factory=dict)
     _bucket: S3Bucket = field(init=False)
     _uploads: dict[str, str] = field(default_factory=dict)
+    _claimed: Collection[str] = ()  # the files that our claim lists
     _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
     _there: dict[str, int] = field(default_factory=dict)
     _tag: str = ""  # ETag of the claim as we wrote it
@@ -72,11 +73,11 @@ class S3Destination(StoreOutput):
         if begun is not None and begun.plan != self.plan:
             if not overwrite:
                 raise self._upload_target.claimed_error(begun)
-            self._uploads = dict(begun.uploads or {})
-            self.abort_and_delete_claim()
-        self.resumed = begun is not None and begun.plan == self.plan
-        if begun is None or not self.resumed or begun.uploads is None:
-            self._start_new_upload(overwrite=overwrite, check=check if begun is None else lambda: ())
+            self._abandon(begun)
+            begun = None
+        self.resumed = begun is not None
+        if begun is None or begun.uploads is None:
+            self._start_new_upload(begun, overwrite=overwrite, check=check)
         else:
             self._resume_from_claim(begun)
 
@@ -198,8 +199,11 @@ class S3Destination(StoreOutput):
         for key in (*self._bucket.list_objects(self._upload_target.notes_prefix), self._upload_target.claim_key):
             self._bucket.call_operation("delete_object", key)
 
-    def abort_and_delete_claim(self) -> None:
+    def _abandon(self, claim: StoreClaim) -> None:
+        """Abort another upload, and delete its files and its claim."""
+        self._uploads, self._claimed = dict(claim.uploads or {}), claim.files
         self._abort_uploads()
+        self._delete_claimed(self._existing_file_sizes())
         self.commit()
 
     def _abort_uploads(self) -> None:
@@ -212,11 +216,20 @@ class S3Destination(StoreOutput):
             self.sent_bytes += sent
             self.kept_bytes += kept
 
-    def _start_new_upload(self, *, overwrite: bool, check: Check) -> None:
+    def _delete_claimed(self, existing: Collection[str]) -> None:
+        for name in self._claimed:
+            if name in existing:
+                self._call("delete_object", name)
+
+    def _start_new_upload(self, begun: StoreClaim | None, *, overwrite: bool, check: Check) -> None:
         existing = self._existing_file_sizes()
         if existing and not overwrite:
             raise destination_exists_error(self.path)
-        first = check() if existing else ()
+        if begun and begun.files:
+            self._claimed = begun.files
+        else:  # delete the marks first, so that no reader sees a checkpoint with missing files
+            first = check() if existing else ()
+            self._claimed = dict.fromkeys((*first, *self._planned_files, *existing))
         if not self.resumed:
             self._create_claim()
         # the claim exists, so a store with conditional writes refuses another one
@@ -228,9 +241,7 @@ class S3Destination(StoreOutput):
         unasked = self._bucket.call_operation("head_object", self._upload_target.claim_key)
         self._tag = str(unasked["ETag"])
         self.has_checksums = self.has_checksums and find_crc32_in(asked) is not None and find_crc32_in(unasked) is None
-        # delete the marks first, so that no reader sees a checkpoint with missing files
-        for name in dict.fromkeys([*(name for name in (*first, *self.marks) if name in existing), *existing]):
-            self._call("delete_object", name)
+        self._delete_claimed(existing)
         self._uploads = {}
         try:
             map_in_parallel(
@@ -264,7 +275,7 @@ class S3Destination(StoreOutput):
 
     def _resume_from_claim(self, claim: StoreClaim) -> None:
         """Continue the upload that the claim describes, for our files."""
-        self.has_conditions, self.has_checksums = claim.conditions, claim.checksums
+        self.has_conditions, self.has_checksums, self._claimed = claim.conditions, claim.checksums, claim.files
         self._uploads = dict(claim.uploads or {})
         self._there = self._existing_file_sizes()
         for name, upload in tuple(self._uploads.items()):
@@ -332,7 +343,7 @@ class S3Destination(StoreOutput):
 
     def _put_claim(self, uploads: Mapping[str, str] | None, condition: Mapping[str, str]) -> None:
         known = {"conditions": self.has_conditions, "checksums": self.has_checksums}
-        data = StoreClaim.begin(self.plan, uploads=uploads, **known).to_bytes()
+        data = StoreClaim.begin(self.plan, self._claimed, uploads=uploads, **known).to_bytes()
         key, compared = self._upload_target.claim_key, self._body_checksum_arguments(crc32(data))
         response = self._bucket.call_operation("put_object", key, Body=data, **compared, **condition)
         self._tag = str(response["ETag"])
@@ -347,7 +358,8 @@ class S3Destination(StoreOutput):
         return {
             key.removeprefix(base): size
             for key, size in sizes_by_key.items()
-            if not self._upload_target.is_claim_or_note(key)
+            # S3's console makes an empty object for a directory, with a name that ends in a slash
+            if (size or key != base) and not self._upload_target.is_claim_or_note(key)
         }
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from huggingface_hub.utils import hf_raise_for_status, http_backoff
 
 from ckptkit.errors import IOFailure, Occupied, Usage, errors_at
-from ckptkit.io.claims import StoreClaim
+from ckptkit.io.claims import LIMIT, StoreClaim
 from ckptkit.io.destination import CLAIM, Check
 from ckptkit.io.file import destination_exists_error, read_small
 from ckptkit.io.path import RemotePath, drop_cached_listing
@@ -89,7 +89,6 @@ def bucket_id_of(path: RemotePath) -> str:
 
 
 _MOST = 100  # file changes per request
-_CLAIM_LIMIT = 1 << 16  # bytes
 
 
 @dataclass(slots=True)
@@ -110,26 +109,29 @@ class HubBucketDestination(XetDestination):
             require_session_class()
             if is_private_bucket(self._id) is None:
                 create_bucket(self._id)
-            existing = self._list_files()
+            existing = set(self._list_files())
+            resumed_files: tuple[str, ...] = ()
             drop_cached_listing(self.path)
             path = self._upload_target.claim_path
-            previous = self._upload_target.parse_claim(read_small(path, _CLAIM_LIMIT)) if path.exists() else None
-            is_ours = previous is not None and previous.plan == self.plan
-            if previous is not None and not is_ours and not overwrite:
-                raise self._upload_target.claimed_error(previous)
-            if existing and not is_ours and not overwrite:
+            previous = self._upload_target.parse_claim(read_small(path, LIMIT)) if path.exists() else None
+            if previous is not None and previous.plan == self.plan:
+                existing, resumed_files = set(), previous.files
+            elif previous is not None:
+                if not overwrite:
+                    raise self._upload_target.claimed_error(previous)
+                self._delete_files(existing.intersection(previous.files), first=())
+                self._apply_operations([{"type": "deleteFile", "path": self._upload_target.claim_key}])
+                existing.difference_update(previous.files)
+            if existing and not overwrite:
                 raise destination_exists_error(self.path)
-            first = check() if existing and previous is None else ()
+            first = check() if existing else ()
+            claim = StoreClaim.begin(self.plan, [*resumed_files, *first, *self._planned_files, *existing])
             self._files = XetFiles(self.path, request_xet_access(BUCKET, self._id))
-            self._files.put_small_file(CLAIM, StoreClaim.begin(self.plan).to_bytes())
+            self._files.put_small_file(CLAIM, claim.to_bytes())
             self._claim = self._files.sent.pop(CLAIM)
             self._files.sent_bytes = 0  # the claim is not data of the checkpoint
             self._apply_operations([add_file_operation(self._upload_target.claim_key, self._claim)])
-            if not is_ours:
-                marks = {name for name in (*first, *self.marks) if name in existing}
-                for names in (marks, existing.keys() - marks):
-                    keys = map(self._upload_target.object_key, sorted(names))
-                    self._apply_operations([{"type": "deleteFile", "path": key} for key in keys])
+            self._delete_files(existing, first)
             self._quiet = quiet.pop_all()
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
@@ -155,6 +157,13 @@ class HubBucketDestination(XetDestination):
 
     def remarks_on_upload(self) -> list[str]:
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
+
+    def _delete_files(self, existing: set[str], first: Iterable[str]) -> None:
+        """Delete files: first those in `first` and the markers, then all others."""
+        marks = existing.intersection((*first, *self.marks))
+        for names in (marks, existing - marks):
+            keys = map(self._upload_target.object_key, sorted(names))
+            self._apply_operations([{"type": "deleteFile", "path": key} for key in keys])
 
     def _publish_marker(self, name: str) -> None:
         self._publish_other_files()

@@ -8,7 +8,7 @@ send, so ckptkit compares sizes. Notes next to the claim record for a later atte
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, NoReturn
@@ -63,15 +63,15 @@ class ObjectDestination(StoreOutput):
 
     def claim(self, *, overwrite: bool, check: Check) -> None:
         previous = self._read_claim()
-        if previous is None:
-            self._start_new_upload(overwrite=overwrite, check=check)
-        elif previous[0].plan == self.plan:
+        if previous is not None and previous[0].plan == self.plan:
             self._take_over_upload(*previous)
-        elif overwrite:
+            return
+        if previous is not None:
+            if not overwrite:
+                raise self._upload_target.claimed_error(previous[0])
+            self._delete_in_order(self._existing_files().keys() & previous[0].files, ())
             self._delete_notes_and_claim()
-            self._start_new_upload(overwrite=True, check=lambda: ())
-        else:
-            raise self._upload_target.claimed_error(previous[0])
+        self._start_new_upload(overwrite=overwrite, check=check)
 
     def join_upload(self) -> None:
         """Join an upload that another process has claimed, to send full files; see `Destination`."""
@@ -152,7 +152,7 @@ class ObjectDestination(StoreOutput):
         if existing and not overwrite:
             raise destination_exists_error(self.path)
         first = list(check()) if existing else []
-        claim = StoreClaim.begin(self.plan, owner=self._owner)
+        claim = StoreClaim.begin(self.plan, [*first, *self._planned_files, *existing], owner=self._owner)
         if not self._bucket.try_put_object(self._upload_target.claim_key, claim.to_bytes()):
             previous = self._read_claim()
             # our own claim may exist: the response to a first request was lost
@@ -162,7 +162,8 @@ class ObjectDestination(StoreOutput):
 
     def _take_over_upload(self, previous: StoreClaim, expected_version: UpdateVersion) -> None:
         """Resume an upload and take over its claim. A process that still works on it loses the claim."""
-        ours = replace(StoreClaim.begin(self.plan, owner=self._owner), started=previous.started)
+        begun = StoreClaim.begin(self.plan, previous.files, owner=self._owner)
+        ours = replace(begun, started=previous.started)
         if not self._bucket.try_put_object(self._upload_target.claim_key, ours.to_bytes(), expected_version):
             self._require_claim()
         self.resumed = True
@@ -178,7 +179,7 @@ class ObjectDestination(StoreOutput):
                 self._sent[name] = sent.nbytes
         self._delete_in_order({}, [name for name in self.marks if name in large and name not in self.whole])
 
-    def _delete_in_order(self, existing: Iterable[str], first: Iterable[str]) -> None:
+    def _delete_in_order(self, existing: Collection[str], first: Iterable[str]) -> None:
         """Delete files: first those in `first`, then the markers, then all others."""
         for name in dict.fromkeys((*first, *(name for name in self.marks if name in existing))):
             self._bucket.delete_objects([self._upload_target.object_key(name)])

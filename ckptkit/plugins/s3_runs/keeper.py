@@ -183,7 +183,8 @@ class S3Keeper:
         # an interrupted deletion of a checkpoint that is still complete is decided anew
         if existing is not None and not (existing.is_deletion and Checkpoint.at(checkpoint).is_complete):
             return existing
-        ours = StoreClaim.for_deletion()
+        base = f"{remote_key_of(checkpoint)}/"
+        ours = StoreClaim.for_deletion(key.removeprefix(base) for key in self.bucket.list_objects(base))
         try:
             condition = {} if existing else {"IfNoneMatch": "*"}
             self.bucket.call_operation("put_object", self._claim_key(checkpoint), Body=ours.to_bytes(), **condition)

@@ -8,9 +8,11 @@ step = run.load(model, optimizer) if run.latest() else 0
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -77,6 +79,23 @@ def ignore_torch_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+def start_save_thread(find_last: Callable[[], Future[None] | None]) -> ThreadPoolExecutor:
+    """Return a thread for saves. `find_last` returns the last save, unless the training has waited for it.
+
+    If that save failed, its error is logged when Python exits, because nothing else would report it.
+    """
+    ignore_torch_warnings()
+
+    def log_error() -> None:
+        last = find_last()
+        # Python has waited for the thread, except in a fork of this process, which does not have it
+        if last is not None and last.done() and (error := last.exception()) is not None:
+            logging.getLogger(__name__).error("the last checkpoint was not saved: %s", error)
+
+    atexit.register(log_error)
+    return ThreadPoolExecutor(1, thread_name_prefix="ckptkit")
+
+
 @contextmanager
 def failed_deletions_as_warnings() -> Iterator[None]:
     """Turn errors in the block into warnings: the new checkpoint is complete, so they must not end the training."""
@@ -129,11 +148,9 @@ class Run:
         self._files = dict(files or {})
         for name in self._files:
             require_plain_file_name(name, self.root)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ckptkit") if background else None
+        self._thread = start_save_thread(lambda: self._saving) if background else None
         self._saving: Future[None] | None = None
         self._replaced: set[Path] = set()
-        if background:
-            ignore_torch_warnings()
 
     def __repr__(self) -> str:
         best = self._policy.best
@@ -209,7 +226,10 @@ class Run:
             if stage is not None:
                 stage.discard()
             if isinstance(error, Occupied):
-                error.path, error.hint = path, "save another step, or delete this checkpoint first"
+                error.path, error.hint = (
+                    path,
+                    "save another step, or delete this checkpoint if no other job saves to this run",
+                )
             raise
         finish = partial(self._write_and_publish, path, stage, writer, entries)
         if self._thread is None:
@@ -245,22 +265,24 @@ class Run:
                 stage.discard()
             raise
         self._replaced.discard(path)
-        self._ranks.run_on_first_rank(partial(self._apply_retention, path.absolute()))
+        self._ranks.run_on_first_rank(partial(self._apply_retention, path if stage is None else stage.dst))
 
     def _apply_retention(self, saved: Path) -> None:
-        if self._policy.is_keeping_all and is_remote(self.root):
+        root = saved.parent  # absolute: a thread may get here after the training has changed its directory
+        if self._policy.is_keeping_all and is_remote(root):
             return
         with failed_deletions_as_warnings():
-            keeper = open_run_backend(self.root)
-            with translate_os_errors(self.root), keeper.pruning():
+            keeper = open_run_backend(root)
+            with translate_os_errors(root), keeper.pruning():
                 for leftover in keeper.unfinished_deletions():
                     keeper.delete_checkpoint(leftover)
-                checkpoints = [] if self._policy.is_keeping_all else saved_checkpoints_of(self._fresh_run_folder())
-                require_known_metric(self.root, checkpoints, self._policy)
+                run = RunFolder(drop_cached_listing(root))
+                checkpoints = [] if self._policy.is_keeping_all else saved_checkpoints_of(run)
+                require_known_metric(root, checkpoints, self._policy)
                 for verdict in decide_retention(checkpoints, self._policy):
                     path = verdict.saved.path
                     # The checkpoint just saved is not the newest if the run was resumed from an older one: keep it.
-                    if not verdict.is_kept and path.absolute() != saved:
+                    if not verdict.is_kept and path != saved:
                         keeper.delete_checkpoint(path)
 
     @with_checked_arguments

@@ -167,7 +167,9 @@ def first_name_by_shared_name(model: Mapping[str, Tensor], ranks: Ranks) -> dict
     first: dict[object, str] = {}
     first_names = {}
     for name, tensor in model.items():
-        if not isinstance(tensor, ShardedTensor) and local_shard(tensor).numel():
+        if not isinstance(tensor, Tensor) or isinstance(tensor, ShardedTensor):  # a module's extra state is any object
+            continue
+        if local_shard(tensor).numel():
             first_names[name] = first.setdefault(memory_identity_of(tensor), name)
     votes: dict[str, set[str]] = {}
     for votes_of_rank in ranks.gather_values(first_names):

@@ -321,8 +321,10 @@ def test_errors_name_the_bucket_and_what_to_do(place: Place, source: Path, monke
     assert str(error.value.path) == "s3://nobody-made-this"
     assert error.value.hint is not None
     assert "create the bucket" in error.value.hint
-    with pytest.raises(Usage, match="a whole bucket"):
-        ckptkit.cp(source, f"s3://{place.name}")
+    for slash in ("", "/"):
+        with pytest.raises(Usage, match="a whole bucket") as whole:
+            ckptkit.cp(source, f"s3://{place.name}{slash}")
+        assert whole.value.hint == f"write it like s3://{place.name}/run/ckpt-5"
     with pytest.raises(Usage, match="does not write to"):
         ckptkit.cp(source, "memory://bucket/x")
 
@@ -377,4 +379,3 @@ def test_a_part_is_sent_without_a_copy_of_it(place: Place, monkeypatch: pytest.M
     finally:
         tracemalloc.stop()
     assert most < LARGE / 2
-    there.abort_and_delete_claim()

@@ -370,6 +370,20 @@ def test_a_killed_upload_to_a_bucket_is_resumed(hub: Hub, source: Path, small: P
     assert done.sent_bytes < done.nbytes / 100
 
 
+def test_only_the_files_of_an_abandoned_upload_to_a_bucket_are_deleted(hub: Hub, source: Path, small: Path) -> None:
+    url = "hf://buckets/org/many/run/ckpt-5"
+    hub.fail("POST .*/batch", skip=2, status=403)
+    with pytest.raises(IOFailure, match="403"):
+        ckptkit.cp(source, url)
+    files = hub.buckets["org/many"].files
+    assert CLAIM in in_bucket(hub)
+    assert "__0_0.distcp" in in_bucket(hub)
+    files["run/ckpt-5/ckpt-6/mine.png"] = files["run/ckpt-5/__0_0.distcp"]
+    with pytest.raises(Occupied, match=r"does not know: .*ckpt-6"):
+        ckptkit.cp(small, url, overwrite=True)
+    assert in_bucket(hub).keys() == {"ckpt-6/mine.png"}
+
+
 def test_overwrite_in_a_bucket(hub: Hub, tmp_path: Path) -> None:
     old, new = shards(tmp_path / "old", 3, 1.0), shards(tmp_path / "new", 2, 2.0)
     url = "hf://buckets/org/many/run/ckpt-5"

@@ -372,7 +372,7 @@ def test_a_deletion_stops_when_an_upload_overwrites_what_it_deletes(
 
 @pytest.mark.nightly
 def test_a_place_where_nothing_is_left_but_a_deletion_is_called_that(place: Place) -> None:
-    place.files.pipe_file(f"{place.name}/run/ckpt-1/{CLAIM}", StoreClaim.for_deletion().to_bytes())
+    place.files.pipe_file(f"{place.name}/run/ckpt-1/{CLAIM}", StoreClaim.for_deletion([]).to_bytes())
     with pytest.raises(NotACheckpoint, match="found no complete checkpoint: a deletion has been under way since"):
         ckptkit.inspect(f"{url_of(place)}/ckpt-1")
 

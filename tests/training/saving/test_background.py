@@ -1,5 +1,7 @@
 """A save in the background writes the state of the moment when it was asked for, while the training goes on."""
 
+import subprocess
+import sys
 import threading
 import warnings
 from functools import partial
@@ -73,6 +75,47 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Heard:
 @pytest.mark.parametrize("way", WAYS, ids=" ".join)
 def test_the_state_of_the_moment_is_saved(saved: Heard, way: tuple[str, str]) -> None:
     assert [wrong for done, wrong in saved if done == way] == [[], []]
+
+
+def test_a_relative_path_means_the_directory_at_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Run("run", background=True, keep_last=1)
+    for step in (1, 2):
+        gate = hold_back(run)
+        run.save(step, torch.nn.Linear(2, 2))
+        monkeypatch.chdir("/")
+        gate.set()
+        run.wait()
+        monkeypatch.chdir(tmp_path)
+    assert [found.step for found in run.checkpoints()] == [2]
+
+
+def test_a_fork_does_not_wait_for_the_last_save(tmp_path: Path) -> None:
+    code = (
+        "import os, torch\n"
+        "from ckptkit import Run\n"
+        "from ckptkit.io.staging import Stage\n"
+        "Stage.commit = lambda _: os.read(end, 1)\n"
+        "end, other_end = os.pipe()\n"
+        "Run('run', background=True).save(1, torch.nn.Linear(2, 2))\n"
+        "child = os.fork()\n"
+        "if child:\n"
+        "    os.waitpid(child, 0)\n"
+        "    os.write(other_end, b'x')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=True)
+
+
+def test_an_error_of_the_last_save_is_logged_at_the_exit(tmp_path: Path) -> None:
+    code = (
+        "import torch\n"
+        "from ckptkit import Run\n"
+        "from ckptkit.io.staging import Stage\n"
+        "Stage.commit = lambda _: 1 / 0\n"
+        "Run('run', background=True).save(1, torch.nn.Linear(2, 2))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stderr.endswith("the last checkpoint was not saved: division by zero\n")
 
 
 def tensors_of_every_kind(mesh: Any) -> dict[str, Any]:

@@ -136,6 +136,27 @@ def test_others_open_the_checkpoints(saved_by_two: tuple[Path, Heard], tmp_path:
     assert whole["step"] == STEPS
 
 
+class WithExtraState(torch.nn.Linear):
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("form", ["sharded", "full"])
+def test_the_extra_state_of_a_module_comes_back(tmp_path: Path, form: str) -> None:
+    ours, other = WithExtraState(2, 2), WithExtraState(2, 2)
+    ours.seen = 3
+    with Run(tmp_path, state_dict=form, background=True) as run:
+        run.save(1, ours)
+        run.load(other)
+    assert other.seen == 3
+    assert torch.equal(other.weight, ours.weight)
+
+
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_loop_of_three_lines(tmp_path: Path, form: str, background: bool) -> None:
