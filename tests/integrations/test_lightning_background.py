@@ -293,3 +293,10 @@ def test_one_process_saves_to_a_store_and_resumes_from_it(place: Place, tmp_path
     # without step=4, which last.ckpt of step 6 recorded as the best
     assert names_in_store(place) == {".pins", "epoch=0-step=2.ckpt", "epoch=0-step=8.ckpt", "last.ckpt"}
     assert all(part.is_ok and part.has_manifest for part in verify(f"{run}/last.ckpt"))
+
+
+def test_checkpoints_in_directories_below_the_run_are_deleted_in_a_store(place: Place) -> None:
+    """A metric such as `val/loss` in `filename` makes such directories."""
+    fit(f"s3://{place.name}/run", "", 4, filename="val/{step}", save_top_k=1)
+    names = place.files.find(f"{place.name}/run", refresh=True)
+    assert {tuple(name.split("/")[2:4]) for name in names} == {("val", "step=4.ckpt")}
