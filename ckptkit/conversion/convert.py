@@ -23,7 +23,7 @@ from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.entry_points import import_object
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
 from ckptkit.formats import find_format_of_file_name, writable_formats
-from ckptkit.io.destination import is_on_hub, to_destination
+from ckptkit.io.destination import is_keeping_other_files, to_destination
 from ckptkit.io.file import is_existing_path
 from ckptkit.io.path import is_remote, path_beside, remarks_on_hub_id, to_path
 from ckptkit.layout.gc_pause import collector_paused
@@ -192,7 +192,7 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
     named = filter(None, (options.base, *(rule.partition(LIKE)[2] for rule in options.dtype)))
     for path in map(to_path, named):
         # a model id is not a path, and a repository on the Hub keeps its earlier commits
-        if not is_on_hub(path) and path.exists():
+        if not is_keeping_other_files(path) and path.exists():
             require_source_outside_destination(path, dst)
     require_free_or_replaceable(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:

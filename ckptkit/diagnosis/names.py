@@ -113,18 +113,23 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
         message = f"expected the {wanted} of {model.name}, found none of them under any name; found {found}"
         yield Finding("other_model", None, message)
         return
-    yield from find_missing_tensors(missing, [pairs.get(name, name) for name in shapes], model.name)
+    yield from find_missing_tensors(missing, [pairs.get(name, name) for name in shapes], extra, model.name)
     if model.asked or has_loadable_weight_files(target.checkpoint):
         heads = mtp_tensor_names(extra, model.config)
         yield from find_unexpected_tensors(target, model, [name for name in extra if name not in heads])
 
 
-def find_missing_tensors(missing: Shapes, present: Sequence[str], model: str) -> Iterator[Finding]:
-    """Yield the missing tensors: those of layers without any tensor as one finding, and each of the others."""
+def find_missing_tensors(
+    missing: Shapes, present: Sequence[str], extra: Sequence[str], model: str
+) -> Iterator[Finding]:
+    """Yield the missing tensors: those of layers without any tensor as one finding, and each of the others.
+
+    `extra` are those of the `present` tensors that the model does not have.
+    """
     layers = layer_numbers(missing) - layer_numbers(present)
     of_layers = [name for name in missing if layer_numbers([name]) & layers]
     if of_layers:
-        total = len(layer_numbers([*missing, *present]))
+        total = len(layer_numbers({*missing, *present} - {*extra}))
         numbers = names_and_more(list(map(str, sorted(layers))), _MAX_LAYERS)
         message = f"expected {total} layers as in {model}, found {total - len(layers)}"
         yield Finding("layers", None, f"{message}; missing: {numbers} ({count(len(of_layers), 'tensor')})")

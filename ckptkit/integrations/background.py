@@ -26,6 +26,7 @@ from ckptkit.hub.cp import cp
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.runs.keeper import open_run_backend
+from ckptkit.runs.retention import readers_by_checkpoint
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.run import failed_deletions_as_warnings, start_save_thread
@@ -227,12 +228,17 @@ def copy_to_store(source: Path, destination: Path, *, overwrite: bool) -> None:
 
 
 def delete_in_store(run: Path, checkpoints: Callable[[], Iterable[Path]]) -> None:
-    """Delete those checkpoints of a run in a store that the trainer no longer keeps. An error is a warning."""
+    """Delete those checkpoints of a run in a store that the trainer no longer keeps, unless they are protected.
+
+    An error is a warning.
+    """
     with failed_deletions_as_warnings():
         keeper = open_run_backend(run)
         with keeper.pruning():
+            readers = readers_by_checkpoint(run)
             for checkpoint in checkpoints():
-                keeper.delete_checkpoint(checkpoint, by_trainer=True)
+                if checkpoint.name not in readers:
+                    keeper.delete_checkpoint(checkpoint, by_trainer=True)
 
 
 def discard(stage: Stage, path: Path) -> None:

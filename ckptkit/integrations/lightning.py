@@ -213,7 +213,8 @@ def remove_checkpoint(filepath: str | os.PathLike[str], saver: BackgroundSaver |
     path, strategy = to_uncached_path(filepath), find_calling_strategy()
     if is_remote(path) and strategy is not None and strategy.lightning_module is not None:
         callbacks = strategy.lightning_module.trainer.checkpoint_callbacks
-        if path.parent not in [to_uncached_path(getattr(callback, "dirpath", None) or ".") for callback in callbacks]:
+        folders = {to_uncached_path(getattr(callback, "dirpath", None) or ".") for callback in callbacks}
+        if folders.isdisjoint(path.parents):  # a name such as {val/loss} makes directories below
             return
     if saver is None:
         delete_unless_protected(path)

@@ -142,7 +142,8 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
 def older_in_store(saved: Path, limit: int, best: str | None) -> list[Path]:
     """Return the oldest checkpoints above `limit`, as the Trainer's `rotate_checkpoints` would delete them."""
     names = {saved.name, Path(best or saved).name}
-    checkpoints = [checkpoint.path for checkpoint in RunFolder(saved.parent).checkpoints()]
+    paths = [checkpoint.path for checkpoint in RunFolder(saved.parent).checkpoints()]
+    checkpoints = [path for path in paths if path.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")]
     others = [path for path in checkpoints if path.name not in names]
     return others[: max(0, len(checkpoints) - max(limit, len(names)))]
 

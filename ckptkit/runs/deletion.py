@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import close_descriptor, lock_path, make_directories, remove_path, retry_interrupted, sync_path
-from ckptkit.io.file import list_children, read_small
+from ckptkit.io.file import list_children, names_in, read_small
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.locks import acquire_lock, is_locked, is_same_file, release_lock
 from ckptkit.trainers import is_like_checkpoint_name
@@ -76,8 +76,10 @@ def delete_checkpoint(checkpoint: Path) -> None:
 
 def pinned_names_in(root: Path) -> frozenset[str]:
     folder = root / PINS
-    with translate_os_errors(folder):
-        return frozenset(pin.name for pin in list_children(folder)) if folder.is_dir() else frozenset()
+    with translate_os_errors(folder), suppress(FileNotFoundError):  # an unpin may remove the empty folder meanwhile
+        if folder.is_dir():
+            return frozenset(names_in(folder))
+    return frozenset()
 
 
 def is_pinned(checkpoint: Path) -> bool:
@@ -105,8 +107,8 @@ def clear_pin(checkpoint: Path) -> None:
     folder = checkpoint.parent / PINS
     with translate_os_errors(folder):
         if folder.is_dir():
+            # not flushed: if a power cut restores the pin, no checkpoint is lost
             retry_interrupted((folder / checkpoint.name).unlink, missing_ok=True)
-            sync_path(folder)
             with suppress(OSError):  # there are other pins
                 folder.rmdir()
 

@@ -35,6 +35,8 @@ def pin(*checkpoints: Source) -> list[Path]:
             hint = f"pin the whole checkpoint: {resolved.parent}"
             raise Usage("this is a part of a checkpoint", path=path, hint=hint)
         inside = [one.path for one in checkpoint_or_models_at(checkpoint.path)]
+        if file := next((one for one in inside if not one.is_dir()), None):
+            raise Usage(f"expected a directory, found the file {file.name}, which `prune` never deletes", path=path)
         if inside != [checkpoint.path]:
             names = names_and_more([one.name for one in inside], 3)
             message = f"expected a checkpoint, found a directory of {count(len(inside), 'model')}: {names}"

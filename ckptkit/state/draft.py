@@ -113,7 +113,7 @@ def warn_of_empty_ranks(wanted: Layout, ranks: int) -> tuple[str, ...]:
         used = max(used, counts.count(1))
     if 2 * used >= ranks:
         return ()
-    return (Caution(f"{ranks - used:,} of {ranks:,} ranks get no shard: no tensor has more than {rows:,} rows"),)
+    return (Caution(f"{ranks - used:,} of {ranks:,} ranks get no shard: no tensor has more than {count(rows, 'row')}"),)
 
 
 def warn_of_unnamed_masters(layout: Layout, options: ConvertOptions) -> tuple[str, ...]:

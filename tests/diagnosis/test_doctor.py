@@ -706,6 +706,16 @@ def test_states_under_another_prefix_are_not_missing(tmp_path: Path, above: str)
     assert [finding.code for finding in ckptkit.doctor(tmp_path / "ckpt-3").findings] == ["prefixed_state"]
 
 
+def test_layers_that_the_model_does_not_have_are_not_expected(tmp_path: Path) -> None:
+    state = {
+        name: tensor for name, tensor in llama(num_hidden_layers=6).state_dict().items() if ".layers.2." not in name
+    }
+    save_alone({"model": state}, tmp_path / "ckpt-1")
+    model = config_alone(tmp_path / "model", num_hidden_layers=4)
+    (layers,) = [one for one in doctor(tmp_path / "ckpt-1", model=model).findings if one.code == "layers"]
+    assert layers.message == f"expected 4 layers as in {model}, found 3; missing: 2 (9 tensors)"
+
+
 @pytest.mark.parametrize(("lost", "numbers"), [("12", "found 2; missing: 1, 2"), ("3", "found 3; missing: 3")])
 def test_missing_layers_are_one_line_with_their_numbers(tmp_path: Path, lost: str, numbers: str) -> None:
     state = llama(num_hidden_layers=4).state_dict()

@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+import ckptkit
 from ckptkit.checks.verify import verify
 from ckptkit.errors import CkptError, Unsupported
+from ckptkit.integrations.background import delete_in_store
+from ckptkit.io.path import to_path
 from ckptkit.io.staging import Stage
 from ckptkit.runs.deletion import locked_for_deletion
 from ckptkit.runs.pin import pin
@@ -293,3 +297,22 @@ def test_one_process_saves_to_a_store_and_resumes_from_it(place: Place, tmp_path
     # without step=4, which last.ckpt of step 6 recorded as the best
     assert names_in_store(place) == {".pins", "epoch=0-step=2.ckpt", "epoch=0-step=8.ckpt", "last.ckpt"}
     assert all(part.is_ok and part.has_manifest for part in verify(f"{run}/last.ckpt"))
+
+
+def test_checkpoints_in_directories_below_the_run_are_deleted_in_a_store(place: Place) -> None:
+    """A metric such as `val/loss` in `filename` makes such directories."""
+    fit(f"s3://{place.name}/run", "", 4, filename="val/{step}", save_top_k=1)
+    names = place.files.find(f"{place.name}/run", refresh=True)
+    assert {tuple(name.split("/")[2:4]) for name in names} == {("val", "step=4.ckpt")}
+
+
+def test_the_base_of_a_delta_in_a_store_is_not_deleted(place: Place, tmp_path: Path) -> None:
+    run = to_path(f"s3://{place.name}/run")
+    for step in (1, 2):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file({"w": torch.full((4,), float(step))}, folder / "model.safetensors")
+        ckptkit.cp(folder, f"{run}/{folder.name}")
+    ckptkit.delta(f"{run}/checkpoint-1", f"{run}/checkpoint-2", f"{run}/delta-2", force=True)
+    delete_in_store(run, lambda: [run / "checkpoint-1", run / "checkpoint-2"])
+    assert names_in_store(place) == {"checkpoint-1", "delta-2"}

@@ -18,7 +18,7 @@ from ckptkit.checks.verify import verify
 from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import CkptError, Unsupported
 from tests.integrations.test_transformers import make_trainer, shard
-from tests.producers import spawn
+from tests.producers import save_alone, spawn
 from tests.s3 import Place
 from tests.trainers.produced_lightning import be_torchrun
 
@@ -171,6 +171,15 @@ def _save_to_store(home: Path, run: str, env: dict[str, str]) -> None:
         assert len(started) == steps
         assert trainer.state.best_model_checkpoint == f"{run}/checkpoint-2"
         assert all(torch.equal(weights[name], tensor) for name, tensor in trained(trainer).items())
+
+
+def test_only_checkpoints_of_the_trainer_are_deleted_in_a_store(tmp_path: Path) -> None:
+    from ckptkit.integrations.trainer import older_in_store
+
+    for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3", "ckpt-1", "step_2"):
+        save_alone({"model": {"w": torch.ones(2)}}, tmp_path / name)
+    assert older_in_store(tmp_path / "checkpoint-3", 2, None) == [tmp_path / "checkpoint-1"]
+    assert older_in_store(tmp_path / "checkpoint-3", 1, str(tmp_path / "checkpoint-1")) == [tmp_path / "checkpoint-2"]
 
 
 def count_and_call(calls: list[None], function: Any, *arguments: Any) -> Any:

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from ckptkit import pin, prune, unpin
@@ -73,6 +74,16 @@ def test_a_directory_of_models_is_not_pinned(produce: Produce, tmp_path: Path, m
     assert refused.value.hint == f"pin one of them: {tmp_path / 'exports' / 'a'}"
     assert not (tmp_path / PINS).exists()
     assert pin(tmp_path / "exports" / "a") == [tmp_path / "exports" / "a"]
+
+
+@pytest.mark.parametrize("names", [["one.pt"], ["a.pt", "b.pt"], ["step=1.ckpt", "step=2.ckpt"]])
+def test_a_file_is_not_pinned(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        torch.save({"w": torch.ones(3)}, tmp_path / name)
+    for path in (tmp_path / names[-1], *([tmp_path] if len(names) > 1 else [])):
+        with pytest.raises(Usage, match=r"expected a directory, found the file .*, which `prune` never deletes"):
+            pin(path)
+    assert not (tmp_path / PINS).exists()
 
 
 @pytest.mark.parametrize("size", [None, 100], ids=["missing", "short"])

@@ -39,6 +39,12 @@ def test_the_folder_stays_for_other_pins(tmp_path: Path) -> None:
     assert pinned_names_in(tmp_path) == {"ckpt-2"}
 
 
+def test_an_unpin_may_remove_the_folder_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    assert pinned_names_in(tmp_path) == frozenset()
+    clear_pin(tmp_path / "ckpt-1")
+
+
 def test_no_link_is_followed_to_set_one(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "elsewhere").mkdir()

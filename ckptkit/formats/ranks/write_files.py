@@ -109,8 +109,8 @@ class Writing:
             return
         split = {tensors[name].chunks or name for name in names if name in tensors and self.find_placements(name)}
         if len(split) != len(self.numbers):
-            expected = f"expected {count(len(split), 'parameter')} in the optimizer, as in the model"
-            message = f"{expected}, found {len(self.numbers)}: some are frozen, and the files only number them"
+            expected = f"expected {count(len(split), 'parameter')} in the optimizer, one for each sharded tensor"
+            message = f"{expected} of the model, found {len(self.numbers)}: the files only number them"
             hint = "run `ckptkit convert SRC OUT --to dcp`, which stores the optimizer by name"
             raise Unsupported(message, hint=hint)
 

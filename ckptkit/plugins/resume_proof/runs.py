@@ -230,7 +230,8 @@ class Runs:
     def require_resumed(self, execution: Execution, source: str, hint: str = "") -> None:
         """Raise `CheckFailed` unless a run that resumed from `source` ended by itself and without an error."""
         what = f"the script does not resume {source}"
-        if self.script.steps in checkpoints_by_step(execution.run):
+        last = checkpoints_by_step(execution.run).get(self.script.steps)
+        if last is not None and last.is_complete:
             ending = "does not end" if execution.exit_code is None else "fails"
             what = f"the script resumes {source}, saves step {self.script.steps}, and then {ending}"
         self.require_done(execution, what, hint)

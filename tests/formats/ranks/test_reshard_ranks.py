@@ -131,7 +131,7 @@ def test_an_optimizer_that_indices_cannot_name_is_refused(tmp_path: Path, dry_ru
     save_alone({"model": weights, "optimizer": optimizer}, tmp_path / "alone")
     ckptkit.convert(tmp_path / "alone", tmp_path / "dcp", to="dcp", world_size=2)
     with pytest.raises(
-        Unsupported, match="expected 3 parameters in the optimizer, as in the model, found 2"
+        Unsupported, match="expected 3 parameters in the optimizer, one for each sharded tensor of the model, found 2"
     ) as refused:
         ckptkit.convert(tmp_path / "dcp", tmp_path / "ranks", to="ranks", dry_run=dry_run)
     assert "--to dcp" in (refused.value.hint or "")

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkit
-from ckptkit.errors import CkptError, IOFailure, NoRoom, NotACheckpoint, Occupied, Unsupported, Usage
+from ckptkit.errors import CkptError, IOFailure, NoRoom, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.io.path import RemotePath
 from ckptkit.io.stores import open_store
 from ckptkit.storage import Writer
@@ -400,6 +400,14 @@ def test_overwrite_in_a_bucket(hub: Hub, tmp_path: Path) -> None:
     bucket.files["run/ckpt-5/mine.png"] = bucket.files["run/ckpt-5/config.json"]
     with pytest.raises(Occupied, match=r"does not know: mine\.png"):
         ckptkit.cp(old, url, overwrite=True)
+
+
+def test_a_base_in_a_bucket_is_not_replaced(hub: Hub, small: Path) -> None:
+    url = "hf://buckets/org/many/run/ckpt-5"
+    ckptkit.cp(small, f"{url}/base")
+    with pytest.raises(Unsafe, match="the source is the destination, or inside it"):
+        ckptkit.consolidate(small, url, base=f"{url}/base", overwrite=True)
+    assert in_bucket(hub, "run/ckpt-5/base/") == files_in(small)
 
 
 @pytest.mark.parametrize("url", ["hf://org/name", "hf://buckets/org/many/run/ckpt-5"])

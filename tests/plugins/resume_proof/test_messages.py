@@ -21,6 +21,8 @@ from tests.training.test_commands import ckptkit as command
 pytestmark = pytest.mark.slow
 
 _MAIN = "main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))"
+_RENAME = 'hidden_place.rename(run / f"step_{step}")'
+_CUT = "(run / 'step_8' / 'model.safetensors').rename(run / 'step_8' / '__0_0.distcp')"
 _SAVED = 'run / f"step_{step}"'
 
 
@@ -54,6 +56,8 @@ def prove(tmp_path: Path, *changes: tuple[str, str], **options: Any) -> dict[str
         ('if saved:', 'if saved and 1 / 0:', "resume", "does not resume from step_4: exit code 1: ZeroDivision"),
         (_MAIN, f"{_MAIN}; print('bye'); 'resumed' in sys.argv[1] and sys.exit(134)", "resume",
          "the script resumes from step_4, saves step 8, and then fails: exit code 134: "),
+        (_RENAME, f"{_RENAME}; saved and step == 8 and {_CUT} and sys.exit(3)", "resume",
+         "the script does not resume from step_4: exit code 3: "),
         ('"loss": float', '"error": float', "losses are finite", "no line with the key loss in {run}/metrics.jsonl"),
     ],
 )  # fmt: skip
