@@ -83,7 +83,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "models.adapter_facts": {"peft", "megatron"},  # whose keys the adapter's config has
     "models.computation": {"peft", "diffusers"},  # whose versions config.json has
     "adapters.find": {"megatron"},  # whose trainers have names of their own
-    "adapters.expert_pairs": {"megatron", "nemo", "skyrl", "vllm"},  # each stores experts in another form
+    "plugins.expert_adapters*": {"megatron", "nemo", "peft", "skyrl", "vllm"},  # each stores experts in another form
     "layout.wrappers": {"peft"},  # whose wrapper puts words into names
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
