@@ -83,7 +83,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "models.adapter_facts": {"peft", "megatron"},  # whose keys the adapter's config has
     "models.computation": {"peft", "diffusers"},  # whose versions config.json has
     "adapters.find": {"megatron"},  # whose trainers have names of their own
-    "adapters.expert_pairs": {"megatron", "nemo", "skyrl", "vllm"},  # each stores experts in another form
+    "plugins.expert_adapters*": {"megatron", "nemo", "peft", "skyrl", "vllm"},  # each stores experts in another form
     "layout.wrappers": {"peft"},  # whose wrapper puts words into names
     "training.models.lora": {"peft"},
     "training.smoke*": {"peft"},
@@ -272,7 +272,7 @@ def test_a_trainer_is_named_in_the_table_only(module: Module) -> None:
 
 @each_module
 def test_only_the_cli_prints(module: Module) -> None:
-    if not module.is_in("cli", "cli.*", "plugins.*command", "plugins.deltas.kind"):
+    if not module.is_in("cli", "cli.*", "plugins.*command", "plugins.deltas.kind", "plugins.report.shard_map"):
         given = {"stdout", "stderr"} if module.is_in("integrations.*") else set()  # what a child of theirs prints
         assert not ({"print", "stdout", "stderr"} - given) & module.words.keys(), f"{module.path} prints"
 

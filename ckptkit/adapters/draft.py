@@ -15,7 +15,7 @@ from ckptkit.adapters.changes import (
 )
 from ckptkit.adapters.config import NAME as CONFIG
 from ckptkit.adapters.config import AdapterConfig, config_bytes_for_inference, find_adapter_config
-from ckptkit.adapters.expert_pairs import remarks_on_lora_b_layout
+from ckptkit.adapters.experts import remarks_on_lora_b_layout
 from ckptkit.adapters.find import (
     HINT_KEEP_TENSORS,
     Adapted,
@@ -27,6 +27,7 @@ from ckptkit.adapters.find import (
 )
 from ckptkit.adapters.names import DEFAULT, WRAPPER, name_inside_wrapper
 from ckptkit.checkpoints.component import Component
+from ckptkit.entry_points import import_object
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.io.origin import Origin
 from ckptkit.layout import edits
@@ -38,7 +39,7 @@ from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.models.vocabulary import find_vocabulary_size
 from ckptkit.state.draft import Conversion, Draft, Entries
-from ckptkit.state.options import ConvertOptions
+from ckptkit.state.options import EXPERT_FORMS, ConvertOptions
 from ckptkit.state.selection import DtypeRule, apply_dtypes
 
 WEIGHTS = "adapter_model.safetensors"
@@ -147,10 +148,9 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
     for adapter in first.adapted.adapters:
         fitted = first.with_checked_config(adapter, options.adapter_config)
         if options.experts:
-            from ckptkit.adapters.expert_forms import convert_expert_matrices  # deferred: rarely needed
-
+            convert = import_object(EXPERT_FORMS[options.experts].convert)
             made_of = fitted.adapter, fitted.config, fitted.path
-            changed, fitting, remark = convert_expert_matrices(*made_of, options.experts, options)
+            changed, fitting, remark = convert(*made_of, options.experts, options)
             fitted = replace(fitted, adapter=changed, config=fitting)
             notes.append(remark)
         config, subdirectory = fitted.config, "" if adapter.name == DEFAULT else adapter.name

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
-from ckptkit.adapters.expert_pairs import find_expert_form
+from ckptkit.adapters.experts import find_expert_form
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.in_memory import layout_under_memory_names, translate_updates_to_files
 from ckptkit.adapters.merged_blocks import ExpertsProduct
@@ -18,6 +18,7 @@ from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_record_of
+from ckptkit.entry_points import import_object
 from ckptkit.errors import Caution, Mismatch, Unsupported, Usage, and_more
 from ckptkit.io.file import read_small
 from ckptkit.io.path import to_model_path
@@ -34,7 +35,7 @@ from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.transformers_model import NotBuilt
 from ckptkit.models.vocabulary import NewVocabulary, find_vocabulary_size
 from ckptkit.state.model import Model
-from ckptkit.state.options import FLAT, PER_EXPERT, ConvertOptions
+from ckptkit.state.options import EXPERT_FORMS, FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.state.quantized.plain import dequantize_all
 from ckptkit.state.steps import fit_tensors_to_config, translate_names, without_trainer_prefix
 from ckptkit.words import command_line, count, natural_sort_key
@@ -83,9 +84,8 @@ def with_fused_expert_matrices(adapter: CheckedAdapter, base: Layout, options: C
     is_fused = any(name.endswith((".experts.gate_up_proj", ".experts.down_proj")) for name in base.tensors)
     if form in (None, FLAT) or (form == PER_EXPERT and not is_fused):
         return adapter
-    from ckptkit.adapters.expert_forms import convert_expert_matrices  # deferred: rarely needed
-
-    fused, config, _ = convert_expert_matrices(adapter.adapter, adapter.config, adapter.path, FLAT, options)
+    convert = import_object(EXPERT_FORMS[FLAT].convert)
+    fused, config, _ = convert(adapter.adapter, adapter.config, adapter.path, FLAT, options)
     return replace(adapter, adapter=fused, config=config)
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from ckptkit.adapters.changes import WeightUpdate, is_saved_module, trained_biases, weight_updates_of, wrong_rank_error
 from ckptkit.adapters.config import AdapterConfig
-from ckptkit.adapters.expert_pairs import choose_lora_b_layout, find_lora_b_layout
+from ckptkit.adapters.experts import choose_lora_b_layout, find_lora_b_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.merged_blocks import (
     ChangeStep,

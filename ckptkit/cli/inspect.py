@@ -19,6 +19,7 @@ from ckptkit.cli.output import (
     print_used_checkpoint,
 )
 from ckptkit.cli.settings import Also, checkpoint_argument, join_also_directories
+from ckptkit.entry_points import import_object
 from ckptkit.errors import names_and_more
 from ckptkit.words import count, format_bytes, format_parameter_count
 
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from ckptkit.state.quantized.find import InspectedQuantized
 
 _MOST_KEYS = 8
+DRAWINGS = {  # by option: the function that draws a layout
+    "shards": "ckptkit.plugins.report.shard_map:print_shard_map",
+    "svg": "ckptkit.plugins.report.shard_map:write_shard_map",
+}
 
 
 def inspect(
@@ -63,18 +68,14 @@ def inspect(
     for fault in inspected.unread:
         print_note(f"warning: a part cannot be read: {fault}")
     if svg is not None:
-        from ckptkit.cli.shard_map import write_shard_map
-
-        write_shard_map(inspected.layout, svg)
+        import_object(DRAWINGS["svg"])(inspected.layout, svg)
         print_note(f"wrote {svg}")
     if json:
         print_json(to_json(inspected, with_chunks=chunks))
         return
     report(inspected, path)
     if shards:
-        from ckptkit.cli.shard_map import print_shard_map
-
-        print_shard_map(inspected.layout)
+        import_object(DRAWINGS["shards"])(inspected.layout)
     elif chunks:
         rows: list[tuple[object, ...]] = [
             (name, list(chunk.start), list(chunk.size), chunk.path, chunk.offset)

@@ -30,7 +30,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_SHARD_SIZE = 5 * 10**9
 MASTER, MODULE = "master", "module"  # fp32 weights that the optimizer updates, and their 16-bit copy
 PEFT, BLOCKS = EXPERTS_LAYOUTS = ("peft", "blocks")  # layouts of lora_B for fused experts, see `adapters.experts`
-FLAT, PER_EXPERT, THREE_D = EXPERT_FORMS = ("flat", "per-expert", "3d")  # in adapters, see `adapters.expert_pairs`
+# forms of the expert matrices in adapters, see `plugins.expert_adapters`; ckptkit does not write `stacked`
+FLAT, PER_EXPERT, THREE_D, STACKED = "flat", "per-expert", "3d", "stacked"
 ADAPTER = "adapter"  # output: the checkpoint's adapter as Hugging Face files
 RANK = "rank"  # `--part rank`: one part per process of torchrun
 
@@ -47,6 +48,22 @@ QUANTIZERS = PluginTable(
     dict.fromkeys(
         ("fp8-block", "fp8-channel", "fp8-block-ue8m0"),
         KnownQuantizer("ckptkit.plugins.quantize.quantize:quantize"),
+    ),
+)
+
+
+class KnownExpertForm(NamedTuple):
+    """A form of expert matrices: the `module:function` that converts an adapter and its config to it."""
+
+    convert: str
+
+
+EXPERT_FORMS = PluginTable(
+    "ckptkit.expert_forms",
+    KnownExpertForm,
+    dict.fromkeys(
+        (FLAT, PER_EXPERT, THREE_D),
+        KnownExpertForm("ckptkit.plugins.expert_adapters.convert:convert_expert_matrices"),
     ),
 )
 

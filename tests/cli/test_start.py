@@ -61,8 +61,8 @@ def test_a_small_checkpoint_is_inspected_with_little(producer: producers.Produce
     assert not imported & {
         "ckptkit.layout.plan",
         "ckptkit.io.staging",
-        "ckptkit.cli.shard_map",
-        "ckptkit.cli.pictures.shards",
+        "ckptkit.plugins.report.shard_map",
+        "ckptkit.plugins.report.shards",
     }
     assert not imported & HEAVY
     beyond = [name for name in imported if name.startswith(("ckptkit.engine.", "ckptkit.state."))]

@@ -44,7 +44,9 @@ class Remove(ast.NodeTransformer):
         self.generic_visit(node)
         return node
 
-    def visit_Call(self, node: ast.Call) -> ast.Call:
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        if ast.unparse(node.func) == "dict.fromkeys" and any(map(self.is_of_plugin, node.args)):
+            return ast.Dict([], [])
         node.keywords = [one for one in node.keywords if not self.is_of_plugin(one.value)]
         self.generic_visit(node)
         return node

@@ -38,15 +38,6 @@ _EXPERTS = {
     "qwen3_next": ExpertNames(shared="mlp.shared_expert"),
 }
 
-# types whose files have one tensor per expert, and whose fused tensor has the gate rows before the up rows
-SEPARATE = frozenset(
-    {
-        *("mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
-        *("qwen3_omni_moe_text", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1"),
-        *("ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "kimi_k25", "longcat_flash", "solar_open"),
-    }
-)
-
 
 def expert_names_of_type(model_type: str) -> ExpertNames:
     """Return the names of experts for a model type; the common names for a type that is not listed."""

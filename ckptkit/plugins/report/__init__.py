@@ -1,1 +1,1 @@
-"""Write a report on a run as an HTML page."""
+"""Draw the shard maps of `inspect`, and write the page of `report`: tested in Chromium; no conversion needs them."""

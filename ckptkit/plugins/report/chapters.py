@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ckptkit.cli.pictures.shard_svg import draw_shards
-from ckptkit.cli.pictures.shards import ShardMap, is_numeric_component
 from ckptkit.layout.counting import Count
 from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.curves import Axis, draw_curves, draw_step_axis
 from ckptkit.plugins.report.history import History
 from ckptkit.plugins.report.layers import draw_layers, norms_by_layer
+from ckptkit.plugins.report.shard_svg import draw_shards
+from ckptkit.plugins.report.shards import ShardMap, is_numeric_component
 from ckptkit.runs.ls import Listed, Listing
 from ckptkit.words import count, format_brief, format_bytes
 

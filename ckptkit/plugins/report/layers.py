@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptkit.cli.pictures.shard_svg import OWNERS
-from ckptkit.cli.pictures.shards import is_numeric_component
 from ckptkit.layout.counting import Count
 from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.curves import Axis, draw_grid, draw_step_axis, path_through, value_axis
+from ckptkit.plugins.report.shard_svg import OWNERS
+from ckptkit.plugins.report.shards import is_numeric_component
 from ckptkit.words import format_brief
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from ckptkit.checkpoints.checkpoint import Source, path_of_source
 from ckptkit.checks.inspect import Inspected, inspect
 from ckptkit.checks.stats import count_values_by_tensor
-from ckptkit.cli.pictures.shards import map_shards
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.file import file_size, opening, read_at, read_small
@@ -24,6 +23,7 @@ from ckptkit.markup import escaped_text
 from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.plugins.report import chapters
 from ckptkit.plugins.report.history import METRICS, History, read_history
+from ckptkit.plugins.report.shards import map_shards
 from ckptkit.runs.ls import Listing, ls
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__

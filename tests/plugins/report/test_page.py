@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.cli.shard_map import write_shard_map
 from ckptkit.plugins.report.report import report
-from tests.cli.pictures.runs import make_run
+from ckptkit.plugins.report.shard_map import write_shard_map
 from tests.plugins.report.chromium import find_chromium, visit
+from tests.plugins.report.runs import make_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_chromium() is None, reason="needs chromium")]
 

@@ -15,8 +15,8 @@ from ckptkit.plugins.report import history
 from ckptkit.plugins.report.history import read_history, read_metrics_jsonl
 from ckptkit.plugins.report.report import report
 from tests import producers
-from tests.cli.pictures.runs import HOSTILE, LAYERS, make_run
 from tests.conftest import Produce
+from tests.plugins.report.runs import HOSTILE, LAYERS, make_run
 
 VOID = {"meta", "br", "rect", "line", "circle", "path"}
 

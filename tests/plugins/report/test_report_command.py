@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests import producers
-from tests.cli.pictures.runs import make_run
 from tests.command import ckptkit
 from tests.conftest import Produce
+from tests.plugins.report.runs import make_run
 
 
 def on_terminal(*arguments: object, columns: int = 80, **environment: str) -> str:

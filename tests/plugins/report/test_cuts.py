@@ -7,8 +7,8 @@ from math import prod
 
 import pytest
 
-from ckptkit.cli.pictures.shards import Rectangle, boxes_to_rectangles
 from ckptkit.layout.box import Box
+from ckptkit.plugins.report.shards import Rectangle, boxes_to_rectangles
 
 
 def area(rectangle: Rectangle) -> float:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from math import ceil
 
-from ckptkit.cli.pictures.shards import DrawnShard, Rectangle, Row, ShardMap
 from ckptkit.markup import Markup, element, svg_image
+from ckptkit.plugins.report.shards import DrawnShard, Rectangle, Row, ShardMap
 from ckptkit.words import count, format_bytes
 
 # Eight colors that color-blind readers can distinguish, readable under dark text on a light or dark page. Their order
@@ -87,7 +87,7 @@ def draw_shards(shards: ShardMap, *, is_narrow: bool = False) -> Markup:
 
 def as_svg_file(drawn: Markup) -> Markup:
     """Return a picture as a complete SVG file, with its CSS."""
-    css = files("ckptkit.cli.pictures").joinpath("style.css").read_text()  # loads nothing from the network
+    css = files("ckptkit.plugins.report").joinpath("style.css").read_text()  # loads nothing from the network
     style = element("style", Markup(css + "svg { background: var(--ground) }"))
     return Markup(drawn.replace("</title>", f"</title>{style}", 1) + "\n")
 

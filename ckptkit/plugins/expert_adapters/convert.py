@@ -13,16 +13,7 @@ from typing import Any
 
 from ckptkit.adapters.changes import check_adapter_fits_config
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
-from ckptkit.adapters.expert_pairs import (
-    DOWN,
-    GATE,
-    GATE_UP,
-    UP,
-    ExpertPair,
-    ExpertReader,
-    find_expert_form,
-    find_lora_b_layout,
-)
+from ckptkit.adapters.experts import find_expert_form, find_lora_b_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Entry
 from ckptkit.errors import Unsupported, Usage
@@ -30,12 +21,21 @@ from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
 from ckptkit.layout.box import Box
 from ckptkit.models.companions import CONFIG, find_companions, read_config_json
-from ckptkit.models.names.sizes import SEPARATE, ExpertNames, expert_names_of_type
+from ckptkit.models.names.sizes import ExpertNames, expert_names_of_type
+from ckptkit.plugins.expert_adapters.pairs import DOWN, GATE, GATE_UP, UP, ExpertPair, ExpertReader
 from ckptkit.state.options import FLAT, PEFT, PER_EXPERT, THREE_D, ConvertOptions
 from ckptkit.words import count
 
 _INNER = ".base_layer"
 _MIDDLES = {"block_sparse_moe": "mlp"}  # parent module of the experts: name in files, name in memory
+# model types whose files have one tensor per expert, and whose fused tensor has the gate rows before the up rows
+SEPARATE = frozenset(
+    {
+        *("mixtral", "minimax", "minimax_m2", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text"),
+        *("qwen3_omni_moe_text", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1"),
+        *("ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "kimi_k25", "longcat_flash", "solar_open"),
+    }
+)
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # keys of config.json
 _RECORD, _DETAIL, _RANK_MAJOR = "lora_B_layout", "unsloth_fused_expert_lora", "rank_major"
 

@@ -10,17 +10,17 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.cli.pictures.shard_svg import OWNERS, as_svg_file, draw_shards, owner_color, rgb_channels, shorten
-from ckptkit.cli.pictures.shards import map_shards
 from ckptkit.markup import Markup
 from ckptkit.plugins.report.chapters import draw_timeline
 from ckptkit.plugins.report.curves import draw_curves
 from ckptkit.plugins.report.history import Series
 from ckptkit.plugins.report.layers import draw_layers, spread_apart
+from ckptkit.plugins.report.shard_svg import OWNERS, as_svg_file, draw_shards, owner_color, rgb_channels, shorten
+from ckptkit.plugins.report.shards import map_shards
 from ckptkit.runs.ls import Listed, Listing
 from tests import producers
-from tests.cli.pictures.layouts import cut_among, llama
 from tests.conftest import Produce
+from tests.plugins.report.layouts import cut_among, llama
 
 SVG = "{http://www.w3.org/2000/svg}"
 

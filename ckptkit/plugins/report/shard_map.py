@@ -16,11 +16,11 @@ from pathlib import Path
 import typer
 
 from ckptkit.cli.output import print_raw_line, print_table, print_text_line, terminal_width
-from ckptkit.cli.pictures.shards import Owner, Rectangle, Row, ShardMap, map_shards
 from ckptkit.errors import Occupied
 from ckptkit.io.file import is_existing_path
 from ckptkit.io.staging import publish_file
 from ckptkit.layout import Layout
+from ckptkit.plugins.report.shards import Owner, Rectangle, Row, ShardMap, map_shards
 from ckptkit.words import count, escape_control_characters, fold_lines, format_bytes
 
 _MOST_ROWS, _MOST_BARS = 32, 16
@@ -93,7 +93,7 @@ def color_line(line: Line) -> str:
 
 def write_shard_map(layout: Layout, dst: Path) -> None:
     """Draw the layout of a checkpoint into the SVG file `dst`. Raises `Occupied` if it exists."""
-    from ckptkit.cli.pictures.shard_svg import as_svg_file, draw_shards
+    from ckptkit.plugins.report.shard_svg import as_svg_file, draw_shards
 
     if is_existing_path(dst):
         raise Occupied("there is a file of this name", path=dst, hint="choose another")

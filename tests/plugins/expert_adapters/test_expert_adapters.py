@@ -14,7 +14,8 @@ from torch import Tensor
 
 import ckptkit
 from ckptkit.errors import CkptError
-from ckptkit.models.names.sizes import SEPARATE, expert_names_of_type
+from ckptkit.models.names.sizes import expert_names_of_type
+from ckptkit.plugins.expert_adapters.convert import SEPARATE
 from tests.adapters.test_experts import BLOCKS, COUNT, FIXED, in_blocks, of_experts, record
 from tests.adapters.test_merge import ADAPTER, EXPERTS, MODEL, SAID, Made, assert_merged, edit, tiny_mixtral
 

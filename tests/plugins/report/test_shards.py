@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.cli.pictures.shards import Row, ShardMap, format_ranges, map_shards, merged_label
-from ckptkit.cli.shard_map import Line, draw_tensor_lines, owner_bars
+from ckptkit.plugins.report.shard_map import Line, draw_tensor_lines, owner_bars
+from ckptkit.plugins.report.shards import Row, ShardMap, format_ranges, map_shards, merged_label
 from tests import producers
-from tests.cli.pictures.layouts import cut_among, llama, with_blob
 from tests.conftest import Produce
+from tests.plugins.report.layouts import cut_among, llama, with_blob
 
 
 def text(line: Line) -> str:

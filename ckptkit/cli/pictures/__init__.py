@@ -1,1 +1,0 @@
-"""Draw shard maps as text for a terminal, and as SVG."""
