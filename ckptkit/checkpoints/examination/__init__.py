@@ -65,9 +65,10 @@ def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
     only if most numbers are present.
     """
     for above, numbered in facts.numbered_modules.items():
-        missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
+        gaps = 1 + max(numbered) - min(numbered) - len(numbered)  # not listed yet: a name may have any number
         has_modules = any("." in rest for tensors in numbered.values() for rest in tensors)
-        if missing and len(numbered) >= max(_FEWEST, 2 * len(missing)) and has_modules:
+        if gaps and len(numbered) >= max(_FEWEST, 2 * gaps) and has_modules:
+            missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
             numbers = {"expected": max(numbered) + 1, "missing": names_and_more([*map(str, missing)], 4)}
             yield Inconsistency("layer_gap", above, numbers)
 
@@ -160,12 +161,12 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
     numbered: dict[str, set[int]] = defaultdict(set)
     for name, path in facts.weights.items():
         above, is_of_experts, rest = f".{path}".rpartition(".experts.")
-        if not is_of_experts:
+        if not (is_of_experts and rest):
             continue
         if (number := rest.partition(".")[0]).isdecimal():
-            numbered[above[1:]].add(int(number))
+            numbered[above].add(int(number))
         elif len(shape := facts.layout.tensors[name].spec.shape) > _MATRIX:
-            layers[above[1:]][name] = shape[0]
+            layers[above][name] = shape[0]
     for experts in layers.values():
         first, count = next(iter(experts.items()))
         for name, other in experts.items():
@@ -174,7 +175,7 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
     counts = {above: next(iter(experts.values())) for above, experts in layers.items()}
     counts |= {above: 1 + max(numbers) for above, numbers in numbered.items()}
     for (above, count), router in product(counts.items(), _ROUTERS):
-        name = facts.entries_by_path.get(f"{above}.{router}".removeprefix("."), "")
+        name = facts.entries_by_path.get(f"{above}.{router}"[1:], "")
         shape = facts.layout.tensors[name].spec.shape if name else ()
         if len(shape) == _MATRIX and count not in shape:
             yield Inconsistency("router", name, {"expected": count, "found": shape[0]})

@@ -226,11 +226,19 @@ def test_states_of_other_shapes_on_purpose(
         ["features.0.conv.weight", "features.7.conv.weight", "features.9.conv.weight"],
         ["layers.4.attn.weight", "layers.5.attn.weight", "layers.6.attn.weight"],  # a stage of a pipeline
         ["blocks.0.conv.weight", "blocks.2.conv.weight", "blocks.4.conv.weight", "blocks.6.conv.weight"],
+        [*(f"layers.{i}.attn.weight" for i in range(3)), "layers.1000000000000.attn.weight"],  # too many to list
     ],
 )
 def test_numbers_that_may_be_missing(names: list[str], tmp_path: Path) -> None:
     save_dcp({"model": {name: zeros(2, 2) for name in names}}, tmp_path / "step-1")
     assert codes_in(tmp_path / "step-1") == set()
+
+
+@pytest.mark.parametrize("above", ["", "moe.", ".", ".moe."])
+def test_the_router_beside_its_experts(above: str, tmp_path: Path) -> None:
+    experts = {f"{above}experts.{i}.w1.weight": zeros(8, 6) for i in range(4)}
+    save_file({**experts, f"{above}gate.weight": zeros(3, 6)}, tmp_path / "model.safetensors")
+    assert codes_in(tmp_path) == {"router"}
 
 
 def test_an_embedding_of_no_tokens_is_only_likely_wrong(tmp_path: Path) -> None:
