@@ -7,7 +7,7 @@ number.
 
 from __future__ import annotations
 
-from bisect import bisect
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -45,20 +45,25 @@ class Checksums(Generic[Key]):
         self._pieces: dict[Key, list[tuple[int, int, int]]] = {}  # (start, stop, crc), sorted, never adjacent
 
     def add(self, key: Key, start: int, length: int, crc: int) -> None:
-        """Add the CRC-32 of bytes `start:start + length` of range `key`. Ignores a piece that overlaps another."""
+        """Add the CRC-32 of bytes `start:start + length` of range `key`.
+
+        A piece replaces the pieces that it covers; tied tensors are written twice. Ignores any other piece that
+        overlaps.
+        """
         pieces = self._pieces.setdefault(key, [])
         stop = start + length
-        at = bisect(pieces, (start, stop, 0))
-        before = pieces[at - 1] if at else (0, -1, 0)
-        after = pieces[at] if at < len(pieces) else (stop + 1, 0, 0)
+        low = high = bisect_left(pieces, (start, 0, 0))
+        while high < len(pieces) and pieces[high][1] <= stop:
+            high += 1
+        before = pieces[low - 1] if low else (0, -1, 0)
+        after = pieces[high] if high < len(pieces) else (stop + 1, 0, 0)
         if length == 0 or before[1] > start or after[0] < stop:
             return
         # merge with the piece that ends where this one starts, and with the piece that starts where it ends
-        low = high = at
         if before[1] == start:
-            low, start, crc = at - 1, before[0], isal_zlib.crc32_combine(before[2], crc, length)
+            low, start, crc = low - 1, before[0], isal_zlib.crc32_combine(before[2], crc, length)
         if after[0] == stop:
-            high, stop, crc = at + 1, after[1], isal_zlib.crc32_combine(crc, after[2], after[1] - after[0])
+            high, stop, crc = high + 1, after[1], isal_zlib.crc32_combine(crc, after[2], after[1] - after[0])
         pieces[low:high] = [(start, stop, crc)]
 
     def find_complete(self, key: Key, length: int) -> int | None:

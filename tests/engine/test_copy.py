@@ -180,6 +180,21 @@ def test_files_in_turns_and_tied_tensors_go_on_too(tmp_path: Path, monkeypatch: 
     assert ledger.resumed_bytes > 0
 
 
+def test_a_tied_tensor_in_the_unit_in_which_the_first_ends(tmp_path: Path) -> None:
+    row = SMALL // 4
+    numbers = np.arange(10 * row, dtype=np.float32)
+    spec, tied, source = Spec(FLOAT, (10 * row,)), Spec(FLOAT, (2 * row,)), Files(tmp_path / "src")
+    src = source.layout(
+        t=StoredTensor(spec, (source.put(numbers, full_box(spec.shape), FLOAT),)),
+        tied=StoredTensor(tied, (source.put(numbers[8 * row :], full_box(tied.shape), FLOAT),)),
+    )
+    rows = [Box((start * row,), (n * row,)) for start, n in ((0, 5), (5, 3), (8, 2))]
+    one = allocated(tmp_path / "dst", spec, rows)
+    same = one.tensors["t"].chunks[2]._replace(box=full_box(tied.shape))
+    execute(make_plan(src, replace(one, tensors={**one.tensors, "tied": StoredTensor(tied, (same,))})))
+    assert contents(one) == numbers.tobytes()
+
+
 def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a power cut, which may lose what was written, though it was noted."""
     monkeypatch.setattr("ckptkit.engine.shares.UNIT_BYTES", SMALL)
