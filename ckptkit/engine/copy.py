@@ -69,7 +69,8 @@ def copy_by_plan(
     with sync_in_background(plan.dst.root, sync=sync) as schedule_sync:
 
         def report_block(block: Block) -> None:
-            schedule_sync(block.target.chunk.path, block.nbytes)
+            if units.find_ledger(block) is not None:
+                schedule_sync(block.target.chunk.path, block.nbytes)
             if progress and units.is_own(block):
                 progress(block.nbytes)
             for unit, finished in units.pop_finished(block):

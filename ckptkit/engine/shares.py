@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import accumulate, chain, groupby, islice
 
 from ckptkit.engine.blocks import BLOCK_BYTES, Block, blocks_of_target
 from ckptkit.engine.ledger import Ledger
-from ckptkit.layout import Blob, Chunk, FileOffset, Layout
+from ckptkit.layout import Blob, Chunk, Layout
 from ckptkit.layout.plan import Plan, filled_entries_in_order
 
 UNIT_BYTES = 1 << 28  # of each file in work, the most that is done again after an interruption
@@ -44,12 +44,9 @@ class UnfinishedUnits:
 
     def __init__(self, plan: Plan, share: Share, done: Container[int]) -> None:
         self._unit_bytes = nbytes = share.unit_bytes(plan.destination_nbytes)
-        self._starts: dict[tuple[str, FileOffset], int] = {}  # of targets; tied tensors may have the same bytes
-        end = plan.before
-        for target in plan.targets:
-            if target.chunk.box.numel:
-                self._starts[target.name, (target.chunk.path, target.chunk.offset)] = end
-                end += target.chunk.box.numel * target.chunk.dtype.itemsize
+        starts = [*accumulate((target.chunk.length for target in plan.targets), initial=plan.before)]
+        end = starts[-1]
+        self._starts = dict(zip(map(id, plan.targets), starts, strict=False))  # by identity: a name has several
         self._own = share.unit_indices(plan.destination_nbytes)
         self._ledgers = {unit: Ledger() for unit in self._own if unit not in done}
         self._missing = {
@@ -77,8 +74,7 @@ class UnfinishedUnits:
                     yield unit, self._ledgers.pop(unit)
 
     def _start_of(self, block: Block) -> int:
-        chunk = block.target.chunk
-        return self._starts[block.target.name, (chunk.path, chunk.offset)] + block.start
+        return self._starts[id(block.target)] + block.start
 
 
 def blocks_in_turns(plan: Plan, count: int) -> Iterator[Block]:
