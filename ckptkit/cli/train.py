@@ -29,6 +29,7 @@ from ckptkit.training.data.documents import find_data_files
 from ckptkit.training.models.config import require_known_model
 from ckptkit.training.resume import find_resume_candidates
 from ckptkit.training.smoke.smoke import SCRIPTS
+from ckptkit.training.smoke.smoke import smoke as make_checks
 from ckptkit.words import format_bytes
 
 if TYPE_CHECKING:
@@ -176,8 +177,6 @@ def smoke(
 
     Exit codes: 0 all checks passed; 1 a check failed; 2 usage; 4 an I/O failure; 5 RUN or OUT exists.
     """
-    from ckptkit.training.smoke.smoke import smoke as make_checks
-
     options = {"nproc": nproc, "tied": not untied, "device": device, "overwrite": overwrite, **given_settings(script)}
     checks = make_checks(run, out, report=print_check_note if json else print_check_row, **options)
     ok = all(check.ok is not False for check in checks)

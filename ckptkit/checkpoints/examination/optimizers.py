@@ -73,10 +73,7 @@ def find_wrong_state_shapes(facts: Facts) -> Iterator[Inconsistency]:
 def wrong_states_by_shape(
     facts: Facts, entry_by_kind: Mapping[str, str], shapes: Collection[Shape]
 ) -> dict[Shape, tuple[str, ...]]:
-    """Return a parameter's elementwise states that fit none of `shapes`, by their shape.
-
-    `entry_by_kind` are by kind.
-    """
+    """Return a parameter's elementwise states that fit none of `shapes`, by their shape."""
     specs = {kind: facts.layout.tensors[name].spec for kind, name in entry_by_kind.items()}
     if any(word in kind for word in _MARKS_OF_PACKED_STATES for kind in specs):
         return {}

@@ -68,7 +68,7 @@ def match_parameters(
     """Return the parameter of each index, None if that is not certain.
 
     `state_shapes` are the shapes of the states, or their numbers of elements if the states were flattened. If there are
-    `recorded_names` names, only these decide. Otherwise the shapes must distinguish the parameters. With
+    `recorded_names`, only these decide. Otherwise the shapes must distinguish the parameters. With
     `is_in_model_order`, the trainer's code lists the parameters of each group in the model's order, and that order
     decides. Flattened states may belong to FSDP1's flat parameters, which only their sizes show: with several groups,
     all sizes must be known.
