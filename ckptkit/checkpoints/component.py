@@ -110,7 +110,7 @@ class Component:
 
                     check_replicas(layout, raise_problem)
                 check_metadata_checksums(layout, self.manifest)
-                layout = self.with_nested_unflattened_parameters(layout)
+                layout = self.with_original_parameters(layout)
             layout = self.with_manifest_checksums(layout, self.manifest)
             # the chunks of the first tensors stand for all
             first = (chunk for tensor in islice(layout.tensors.values(), 2) for chunk in tensor.chunks)
@@ -126,7 +126,7 @@ class Component:
         """Return the model's tensors, under the model's own names. Raises `Mismatch` if there are none."""
         return find_weights(self.layout)
 
-    def with_nested_unflattened_parameters(self, layout: Layout) -> Layout:
+    def with_original_parameters(self, layout: Layout) -> Layout:
         """Return the layout with flat parameters split into the original ones, nested below the keys of `under`."""
         if any(is_flat_parameter_name(str(layout.key(name)[-1])) for name in layout.tensors):
             layout = unflatten_parameters(layout, self.path, self.base)

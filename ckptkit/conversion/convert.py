@@ -34,8 +34,8 @@ from ckptkit.state.directories import (
     path_below,
     require_directory_name,
     require_free_or_replaceable,
+    require_outside_destination,
     require_separate_destination,
-    require_source_outside_destination,
 )
 from ckptkit.state.draft import Conversion, draft_of_model
 from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, with_full_signature
@@ -193,7 +193,7 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
     for path in map(to_path, named):
         # a model id is not a path, and a repository on the Hub keeps its earlier commits
         if not is_keeping_other_files(path) and path.exists():
-            require_source_outside_destination(path, dst)
+            require_outside_destination(path, dst)
     require_free_or_replaceable(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:
         conversion = draft_salvage(checkpoints[0], dst, options)

@@ -56,7 +56,7 @@ MESSAGES: tuple[Message, ...] = (
         "parameter never received a gradient, so torch saved no state: `ckptkit doctor CKPT` lists all of them. If "
         "the key is a weight, the names differ: by `_orig_mod.` (torch.compile), by `module.` (DDP), by a key such "
         "as `model`, or because the head is tied. `ckptkit doctor CKPT --model MODEL` says which, and how to fix it.",
-        explanations.explain_missing_key_in_checkpoint,
+        explanations.explain_key_not_in_checkpoint,
     ),
     Message(
         "cannot pickle code objects",
@@ -230,7 +230,7 @@ MESSAGES: tuple[Message, ...] = (
         "kind",
         "The checkpoint has a tensor where the state to load into has a number or another object: a learning rate "
         "that became a tensor, or a key at another level.",
-        explanations.explain_tensor_instead_of_value,
+        explanations.explain_tensor_for_value,
     ),
     Message(
         "Weights only load failed",
@@ -280,7 +280,7 @@ MESSAGES: tuple[Message, ...] = (
         "missing",
         "The model to load into is wrapped or compiled differently from the model in the file. `ckptkit doctor CKPT "
         "--model MODEL` shows the rule (`--rename`) that makes the names equal.",
-        explanations.explain_missing_key_in_checkpoint,
+        explanations.explain_key_not_in_checkpoint,
     ),
     Message(
         "PytorchStreamReader failed …",

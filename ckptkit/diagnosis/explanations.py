@@ -85,7 +85,7 @@ def explain_unexpected_keys(matched: MatchedMessage, target: LoadTarget) -> Iter
             yield Finding("unexpected", name, "the checkpoint contains it, but the model does not have it", fix)
 
 
-def explain_missing_key_in_checkpoint(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
+def explain_key_not_in_checkpoint(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
     """Yield why the shards lack a key: its optimizer state was not saved, or it has another name or parent key."""
     name = matched.parts[0].rstrip(".")
     states = [
@@ -127,7 +127,7 @@ def entries_with_same_end(name: str, layout: Layout) -> str:
     return f"{shown} or {more} more" if more > 0 else shown
 
 
-def explain_tensor_instead_of_value(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
+def explain_tensor_for_value(matched: MatchedMessage, target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if the entry is a tensor in the checkpoint but a plain value in the state to load into."""
     name = matched.parts[0].strip()
     if name in target.layout.tensors:

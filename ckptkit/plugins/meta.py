@@ -28,7 +28,7 @@ from ckptkit.formats.shards.join import (
     COPIED,
     JoinRules,
     as_unreadable_tensors,
-    first_readable_of_equal_replicas,
+    first_readable_replica,
     join_by_rule,
     replica_chunks_of,
     require_join_rule,
@@ -146,7 +146,7 @@ def join_split_tensor(name: str, shards: Sequence[StoredTensor], params: Params 
         if shape[:1] != (params.head_dim,) or len(shards) % params.key_heads:
             raise Corrupt(f"expected {params.key_heads} heads on {len(shards)} ranks, found {shards[0].spec} on each")
         groups = (shards[i : i + copies] for i in range(0, len(shards), copies))
-        return join_by_rule([first_readable_of_equal_replicas(group) for group in groups], BY_ROWS)
+        return join_by_rule([first_readable_replica(group) for group in groups], BY_ROWS)
     return join_by_rule(shards, require_join_rule(name, _RULES, len(shards)))
 
 
@@ -199,7 +199,7 @@ class Consolidated(FormatReader):
         return any(self.owns_file(file.name) and is_torch_save(file) for file in files)
 
     def check_files_complete(self, path: Path, report: Report) -> None:
-        root, files = consolidated_directory_and_files(path, report)
+        root, files = model_directory_and_rank_files(path, report)
         report_truncated_files(root, (name for name in files if is_existing_path(root / name)), report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
@@ -208,7 +208,7 @@ class Consolidated(FormatReader):
         `world_size` is None if it is unknown whether the only file contains the full model. Raises `Corrupt` if the
         ranks do not add up to the model in params.json, `Unsupported` for a tensor without a splitting rule.
         """
-        root, files = consolidated_directory_and_files(path, report)
+        root, files = model_directory_and_rank_files(path, report)
         saved, params = read_consolidated_files(root, files, report), find_model_sizes(root)
         first = next(iter(saved.values()))
         count = count_sharing_ranks(first.tensors, params)
@@ -249,7 +249,7 @@ def read_consolidated_files(root: Path, files: Sequence[str], report: Report) ->
     return ranks
 
 
-def consolidated_directory_and_files(path: Path, report: Report) -> tuple[Path, list[str]]:
+def model_directory_and_rank_files(path: Path, report: Report) -> tuple[Path, list[str]]:
     """Return the directory of a model, and the file names of all ranks in order.
 
     `path` may be the directory, or the only file in it. Reports missing files before the highest rank. Raises

@@ -56,7 +56,7 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
     A destination inside the source is allowed if neither happens.
     """
     for path in (source.path, *(part.path for part in source.components)):
-        require_source_outside_destination(path, dst)
+        require_outside_destination(path, dst)
     target = dst.resolve()
     # in the source's own directory, the result would be read as a component of it
     if target.parent in resolve_joined_path(source.path) and (not source.is_at_own_path or dst.name == TRAINING):
@@ -72,7 +72,7 @@ def require_separate_destination(source: Checkpoint, dst: Path, writer: FormatWr
             raise Unsafe(message, path=dst, hint=_HINT)
 
 
-def require_source_outside_destination(source: Path, dst: Path) -> None:
+def require_outside_destination(source: Path, dst: Path) -> None:
     """Raise `Unsafe` if the source is the destination, or inside it: `--overwrite` would delete what is read.
 
     A store's destination may not be inside the source either, because its claim would be among the objects to read.

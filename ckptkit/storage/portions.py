@@ -19,7 +19,7 @@ from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate_all_ch
 from ckptkit.io.allocation import write_patches
 from ckptkit.io.crc32 import crc32_from_contributions
 from ckptkit.layout import Blob, Extent, FileOffset, Layout, NewFile, WriterOptions, edits
-from ckptkit.models.names.weights import find_model_key_and_training_state, keys_below
+from ckptkit.models.names.weights import find_model_and_training_keys, keys_below
 from ckptkit.storage.plans import written_entries
 from ckptkit.trainers.ckptkit import TRAINING
 
@@ -103,7 +103,7 @@ def split_model_from_training(planned: Layout, format_name: str) -> tuple[Portio
     if isinstance(get_writer(format_name), EntryWriter):
         return whole
     try:
-        prefix, training_at = find_model_key_and_training_state(planned)
+        prefix, training_at = find_model_and_training_keys(planned)
     except (Mismatch, SeveralModels):
         if planned.blobs:
             raise

@@ -36,7 +36,7 @@ def find_resume_candidates(config: TrainConfig) -> list[Path]:
         hint = "continue with --resume auto, or pass another run"
         raise Occupied("the run has checkpoints already", path=config.run, hint=hint)
     if config.resume is None or (config.resume == AUTO and not complete):
-        require_no_unfinished_checkpoints(config.run)
+        require_finished_checkpoints(config.run)
         return []
     if config.resume == AUTO:
         complete[0].require_resumable()
@@ -46,7 +46,7 @@ def find_resume_candidates(config: TrainConfig) -> list[Path]:
     if not chosen.is_complete:
         raise NotACheckpoint("the checkpoint is not complete: cannot resume", path=chosen.path)
     if not complete:
-        require_no_unfinished_checkpoints(config.run)
+        require_finished_checkpoints(config.run)
     chosen_path = chosen.path.resolve()
     # the run would repeat later steps, and would mix metrics and checkpoints of two trainings
     later = [*takewhile(lambda checkpoint: checkpoint.path.resolve() != chosen_path, complete)][::-1]
@@ -63,7 +63,7 @@ def find_resume_candidates(config: TrainConfig) -> list[Path]:
     return [chosen.path]
 
 
-def require_no_unfinished_checkpoints(run: Path) -> None:
+def require_finished_checkpoints(run: Path) -> None:
     """Raise `Occupied` if a local run has unfinished checkpoints, because a save of the same step would fail.
 
     In a store a save replaces an unfinished checkpoint of the same step.

@@ -33,7 +33,7 @@ from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
 from ckptkit.plugins.deepspeed.model_states import read_model_states
 from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.partitions import read_partition
-from ckptkit.plugins.deepspeed.unpartitioned import Gathering, put_model_and_optimizer_without_zero
+from ckptkit.plugins.deepspeed.unpartitioned import Gathering, put_unpartitioned_states
 from ckptkit.plugins.deepspeed.zero import join_zero_parameters
 from ckptkit.runs import retention
 from tests.faults.zips import be_archive
@@ -133,7 +133,7 @@ def parse_partition(data: bytes, place: Path) -> object:
 def parse_model_states(data: bytes, _: Path) -> object:
     """Model states of DeepSpeed, with or without ZeRO."""
     model = read_model_states(as_file(data))
-    put_model_and_optimizer_without_zero(Gathering(), model)
+    put_unpartitioned_states(Gathering(), model)
     find_expert_files(Path(), DeepSpeedFiles(), model)
     return model
 

@@ -199,7 +199,7 @@ def repair_component(
         except (Corrupt, IOFailure, Unsafe) as error:
             faults.unnamed.append(Fault.of(error))
         check_metadata_checksums(read, manifest, lambda error: faults.unnamed.append(Fault.of(error)))
-        read = component.with_nested_unflattened_parameters(read)
+        read = component.with_original_parameters(read)
     unexplained = record_unlisted_tensors(read, faults, reported)
     why = {error.path: Fault.of(error) for error in reported}
     layout = with_unreadable_tensors_lost(

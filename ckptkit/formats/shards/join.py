@@ -185,7 +185,7 @@ def require_join_rule(name: str, rules: JoinRules, world_size: int) -> JoinRule:
 def join_by_rule(shards: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor:
     """Return the tensor from the ranks' shards, in order. Raises `Corrupt` where they do not fit together."""
     if rule.axis is None:
-        return first_readable_of_equal_replicas(shards)
+        return first_readable_replica(shards)
     first = shards[0].spec
     rest = replace_sizes_at(first.shape, rule.axis, 1, ())
     for shard in shards[1:]:
@@ -206,7 +206,7 @@ def join_by_rule(shards: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 
 
-def first_readable_of_equal_replicas(replicas: Sequence[StoredTensor]) -> StoredTensor:
+def first_readable_replica(replicas: Sequence[StoredTensor]) -> StoredTensor:
     """Return the copy of the first rank whose file can be read. Raises `Corrupt` if dtype or shape differ."""
     for copy in replicas[1:]:
         if copy.spec != replicas[0].spec:

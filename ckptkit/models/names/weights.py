@@ -87,7 +87,7 @@ class Weights:
 
 def find_weights(layout: Layout) -> Weights:
     """Return the model's tensors in a checkpoint with any nesting. Raises `Mismatch` if there are none."""
-    prefix, training_at = find_model_key_and_training_state(layout)
+    prefix, training_at = find_model_and_training_keys(layout)
     training = training_at[-1]
     if OWN in training_at[0]:
         check_ranks_agree(layout, prefix, training)
@@ -190,10 +190,10 @@ def may_have_weights(layout: Layout) -> bool:
 
 def find_model_key(layout: Layout) -> KeyPath:
     """Return the key path of the model: descends through `state`, `app`, `model` to the level of parameter names."""
-    return find_model_key_and_training_state(layout)[0]
+    return find_model_and_training_keys(layout)[0]
 
 
-def find_model_key_and_training_state(layout: Layout) -> tuple[KeyPath, list[set[str | int]]]:
+def find_model_and_training_keys(layout: Layout) -> tuple[KeyPath, list[set[str | int]]]:
     """Return the key path of the model and, for each depth of that path, the keys that lead to training state."""
     prefix: KeyPath = ()
     training_at: list[set[str | int]] = []

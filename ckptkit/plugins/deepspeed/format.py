@@ -35,7 +35,7 @@ from ckptkit.plugins.deepspeed.names import (
 )
 from ckptkit.plugins.deepspeed.partitions import PartOfModel, read_model_part
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
-from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, put_model_and_optimizer_without_zero
+from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, put_unpartitioned_states
 from ckptkit.plugins.deepspeed.values import require_dict
 from ckptkit.plugins.deepspeed.zero import join_parameters, join_zero_parameters
 
@@ -155,7 +155,7 @@ def read_directory_layout(root: Path, files: DeepSpeedFiles, report: Report = ra
             put_unpartitioned_experts(gathering, root, files, part.models[0], experts, report)
         else:
             with errors_at(path=root / part.models[0].path):
-                put_model_and_optimizer_without_zero(gathering, part.models[0])
+                put_unpartitioned_states(gathering, part.models[0])
     if experts is not None and names:
         put_experts(gathering, experts, masters, root)
     for (number, cut), name in files.layers.items():

@@ -115,7 +115,7 @@ def read_indexed_optimizer(flattening: Flattening, value: Any) -> IndexedOptimiz
     return IndexedOptimizer(flattening, groups, states, masters, saved)
 
 
-def put_model_and_optimizer_without_zero(gathering: Gathering, model: ModelStates) -> None:
+def put_unpartitioned_states(gathering: Gathering, model: ModelStates) -> None:
     """Put the model and the optimizer: by name if the parameter order is certain, else by parameter index."""
     optimizer = read_indexed_optimizer(model.flattening, model.optimizer)
     names: Names = {}

@@ -22,8 +22,8 @@ from ckptkit.layout.plan import Operand
 from ckptkit.plugins.deltas.as_consolidated import ConsolidatedView, open_as_consolidated
 from ckptkit.state.directories import (
     require_free_or_replaceable,
+    require_outside_destination,
     require_separate_destination,
-    require_source_outside_destination,
 )
 from ckptkit.state.draft import Conversion
 from ckptkit.state.options import Keywords
@@ -69,7 +69,7 @@ def apply(
     require_separate_destination(opened.checkpoint, output, opened.draft.writer)
     paths = [to_path(path) for path in given]
     for path in paths:
-        require_source_outside_destination(path, output)
+        require_outside_destination(path, output)
     from ckptkit.plugins.deltas.chain import DeltaChain  # imports numpy
     from ckptkit.plugins.deltas.open_delta import open_delta
 

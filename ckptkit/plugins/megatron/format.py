@@ -30,7 +30,7 @@ from ckptkit.plugins.megatron.saved import (
     VERSION,
     Rank,
     SavedRank,
-    expected_directory_names_by_rank,
+    directory_names_by_rank,
     find_rank_directories,
     is_per_rank_layer_state,
     is_rank_directory,
@@ -171,7 +171,7 @@ class Megatron(FormatReader):
         root, files = find_root_and_rank_files(path, report)
         directories = find_rank_directories(files)
         if len(set(map(len, directories.values()))) == 1 and len(directories) > 1:
-            expected_directory_names_by_rank(root, directories, None, has_stages=True, report=report)
+            directory_names_by_rank(root, directories, None, has_stages=True, report=report)
         report_truncated_files(root, (file for file in files.values() if is_existing_path(root / file)), report)
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
@@ -224,7 +224,7 @@ def assign_ranks(
         return {Rank(0, 0, 0): saved[""]}
     sizes = next(iter(saved.values())).find_grid_sizes
     has_stages = sizes.stages > 1 or sizes.experts == 1 if sizes else not all(map(has_word_embedding, saved.values()))
-    directory_names = expected_directory_names_by_rank(root, find_rank_directories(files), sizes, has_stages, report)
+    directory_names = directory_names_by_rank(root, find_rank_directories(files), sizes, has_stages, report)
     of_stages = {rank.stage: saved[name] for rank, name in directory_names.items() if name in saved}
     ranks: dict[Rank, SavedRank] = {}
     for rank, name in sorted(directory_names.items()):

@@ -25,7 +25,7 @@ from ckptkit.formats.shards.join import (
     COPIED,
     JoinRule,
     JoinRules,
-    first_readable_of_equal_replicas,
+    first_readable_replica,
     join_by_rule,
     replica_chunks_of,
     require_join_rule,
@@ -267,7 +267,7 @@ class SavedJob:
             message = f"ckptkit does not read experts that each of {ranks * experts} ranks fused into one tensor"
             raise Unsupported(message)
         if not shards[0].spec.shape:  # the step of an optimizer
-            return first_readable_of_equal_replicas(shards)
+            return first_readable_replica(shards)
         first = self.ranks[Rank(0, stage, 0)]
         recorded = first.find_number(VERSION) or 0
         if recorded < self.row_order_version:
@@ -287,7 +287,7 @@ def with_replicas(
     spares = () if name.endswith(_COUNTED) else replica_chunks_of(tensor, shards)
     if other is None:
         return JoinedTensor(tensor, spares)
-    chosen = first_readable_of_equal_replicas([other.tensor, tensor])
+    chosen = first_readable_replica([other.tensor, tensor])
     others = () if name.endswith(_COUNTED) else replica_chunks_of(chosen, [other.tensor, tensor])
     return JoinedTensor(chosen, (*other.spares, *others, *spares))
 

@@ -70,7 +70,7 @@ def is_rank_directory(path: Path) -> bool:
     return path.is_dir() and any(is_existing_path(path / name) for name in FILES)
 
 
-def expected_directory_names_by_rank(
+def directory_names_by_rank(
     root: Path,
     directories: Mapping[str, tuple[int, ...]],
     grid_sizes: GridSizes | None,
