@@ -232,7 +232,7 @@ def unpin(
 
     Example: ckptkit unpin run/ckpt-500
 
-    Exit codes: 0 done, or not pinned; 2 usage; 3 neither pinned nor a checkpoint; 4 an I/O failure.
+    Exit codes: 0 done, or not pinned; 2 usage; 3 neither pinned nor a complete checkpoint; 4 an I/O failure.
     """
     from ckptkit.runs.pin import unpin as run_it
 

@@ -61,11 +61,10 @@ def unpin(*checkpoints: Source) -> list[Path]:
         open_run_backend(path.parent).drop_cached_listings()
     pinned = [path for path in chosen if is_pinned(path)]
     for path in chosen:
-        if path not in pinned and not path.exists():
-            hint = f"run {command_line('ls', path.parent)} to list the checkpoints and their pins"
-            raise NotACheckpoint("neither pinned nor a checkpoint", path=path, hint=hint)
-        if path not in pinned:
-            require_complete_checkpoint(path)
+        if path not in pinned and not (path.is_dir() and Checkpoint.at(path).is_complete):
+            run = path if path.is_dir() else path.parent
+            hint = f"run {command_line('ls', run)} to list the checkpoints and their pins"
+            raise NotACheckpoint("neither pinned nor a complete checkpoint", path=path, hint=hint)
     for path in pinned:
         open_run_backend(path.parent).unpin(path)
     return pinned

@@ -82,7 +82,7 @@ def test_one_checkpoint_is_not_called_unknown_where_a_run_is_expected(command: t
 def test_unpin_of_a_missing_checkpoint_points_to_the_list(tmp_path: Path) -> None:
     ran = ckptkit("unpin", tmp_path / "run/ckpt-7")
     assert ran.returncode == 3
-    assert "neither pinned nor a checkpoint" in ran.stderr
+    assert "neither pinned nor a complete checkpoint" in ran.stderr
     assert f"hint: run `ckptkit ls {tmp_path / 'run'}`" in ran.stderr
 
 
