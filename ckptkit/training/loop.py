@@ -28,7 +28,7 @@ from ckptkit.training.config import (
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.saving.run import Run
-from ckptkit.training.start import start_training
+from ckptkit.training.start import locked_run, start_training
 from ckptkit.training.trainer import Trainer
 from ckptkit.words import count
 
@@ -93,7 +93,7 @@ def train(
 
 def train_rank(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """Train as one of the ranks. Rank 0 reports the `StepMetrics` of each step, and a `Note` for other events."""
-    with process_group(place, config.device, deterministic=config.deterministic) as mesh:
+    with process_group(place, config.device, deterministic=config.deterministic) as mesh, locked_run(config.run):
         stop_signal = DeferredSignal(signal.SIGTERM, signal.SIGINT)
         report_once = report if place.rank == 0 else lambda _: None  # only rank 0 reports
         before = settings_to_resume_with(config.run, config.resume)

@@ -10,7 +10,8 @@ import math
 import socket
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,11 @@ from ckptkit.adapters.config import NAME as ADAPTER_CONFIG
 from ckptkit.adapters.names import parse_tensor_name
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import local_directory_of_run
-from ckptkit.errors import Mismatch, Usage, translate_os_errors
+from ckptkit.errors import Mismatch, Occupied, Usage, translate_os_errors
 from ckptkit.io.allocation import make_directory
+from ckptkit.io.disk import lock_path
 from ckptkit.io.file import read_small
+from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.io.path import is_remote
 from ckptkit.io.small_files import replace_file, require_writable
 from ckptkit.models.companions import CONFIG
@@ -164,6 +167,30 @@ def start_training(
     if trainer.progress.step < config.steps:
         ranks.run_on_first_rank(partial(prepare_run_directory, config, trainer.progress.step, blueprint.model_files()))
     return trainer, run
+
+
+@contextmanager
+def locked_run(run: Path) -> Iterator[None]:
+    """Lock a local run inside the block. Raises `Occupied`, on all ranks, if another training has locked it."""
+    path, ranks = lock_path(run / "train"), Ranks()
+
+    def lock() -> int:
+        make_directory(run)
+        with translate_os_errors(run):
+            try:
+                return acquire_lock(path)
+            except Occupied as error:
+                hint = "wait for it to end, or pass another run"
+                raise Occupied("another `ckptkit train` is saving to this run", path=run, hint=hint) from error
+
+    locked = None if is_remote(run) else ranks.run_on_first_rank(lock)
+    try:
+        yield
+    finally:
+        if locked is not None and ranks.rank == 0:
+            release_lock(locked, path)
+            with suppress(OSError):  # it is empty if the training could not start
+                run.rmdir()
 
 
 def resolve_training_inputs(config: TrainConfig) -> Findings:

@@ -381,3 +381,24 @@ def test_learning_rate_rises_then_falls_to_a_tenth(tmp_path: Path) -> None:
     assert rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert math.isclose(rates[100], 0.1)
+
+
+class Stopped(Exception):
+    """Ends a training from its report."""
+
+
+@pytest.mark.slow
+def test_a_second_training_in_the_same_run_is_refused(tmp_path: Path, config: TrainConfig) -> None:
+    run = tmp_path / "run"
+
+    def train_again(message: object) -> None:
+        if isinstance(message, StepMetrics):
+            with pytest.raises(Occupied, match="another `ckptkit train` is saving to this run") as raised:
+                launch(partial(train_rank, replace(config, run=run)), 2, print)
+            assert raised.value.path == run
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        launch(partial(train_rank, replace(config, run=run, steps=10**6)), 1, train_again)
+    assert len(go(replace(config, run=run, resume="auto", steps=1), 1)) == 1
+    assert not [*run.glob(".*")]
