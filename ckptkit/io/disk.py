@@ -54,6 +54,9 @@ def close_descriptor(fd: int) -> None:
 def make_directories(path: Path, *, sync: bool) -> None:
     """Create a directory and its parents; with `sync`, they survive a power failure."""
     if not path.exists():
+        if path.is_symlink():
+            hint = f"create {path.readlink()}, or remove the link"
+            raise IOFailure("the symbolic link points to a missing directory", path=path, hint=hint)
         make_directories(path.parent, sync=sync)
         retry_interrupted(path.mkdir, exist_ok=True)
         if sync:

@@ -41,5 +41,6 @@ class Origin:
         if is_remote(self.path):
             if changed := self.path.find_change():
                 raise IOFailure("the file was replaced while the checkpoint was being read", path=changed, hint=hint)
-        elif Origin.of(self.path) != self:
-            raise IOFailure("the checkpoint was replaced while it was being read", path=self.path, hint=hint)
+        elif (now := Origin.of(self.path)) != self:
+            what, hint = ("replaced", hint) if now.inode else ("deleted", "pass another checkpoint")
+            raise IOFailure(f"the checkpoint was {what} while it was being read", path=self.path, hint=hint)

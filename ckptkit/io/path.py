@@ -210,6 +210,8 @@ def to_uncached_path(typed: str | os.PathLike[str]) -> Path:
     scheme, _, rest = typed.partition("://")
     scheme = scheme.lower()
     if scheme in ("file", "local"):
+        if scheme == "file" and not rest.startswith(("/", "localhost/")):
+            raise Usage(f"`{typed}` names the host `{rest.partition('/')[0]}`", hint=f"write file:///{rest}")
         return Path(unquote(rest.removeprefix("localhost") if rest.startswith("localhost/") else rest))
     if scheme == "hf":
         rest = _SPECIAL_REVISION.sub(lambda found: "@" + quote(found[1], safe=""), rest)

@@ -33,7 +33,7 @@ from ckptkit.engine.blocks import blocks_of_target
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Worker
-from ckptkit.errors import CkptError, Usage, errors_at
+from ckptkit.errors import CkptError, Unsupported, Usage, errors_at
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.io.path import to_path
 from ckptkit.layout import OWN, Chunk, KeyPath, Layout, Spec, StoredTensor, edits
@@ -408,6 +408,9 @@ def read_targets(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | Non
     with Worker(plan, sources.is_awaiting_comparison) as worker:
         for target in plan.targets:
             tensor = tensors[target.chunk.path]
+            if tensor.is_conj() or tensor.is_neg():  # its elements differ from the bytes in its memory
+                hint = "pass `tensor.resolve_conj().resolve_neg()`"
+                raise Unsupported("cannot load into a conjugate or negative view", tensor=target.name, hint=hint)
             is_direct = is_row_major_on_cpu(tensor)
             out = memory_of_tensor(tensor if is_direct else buffers[tensor.device])
             for block in blocks_of_target(plan, target):

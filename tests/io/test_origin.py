@@ -21,8 +21,9 @@ def test_what_is_replaced_or_gone_is_not(tmp_path: Path) -> None:
     source.mkdir()
     origin = Origin.of(source)
     source.rename(tmp_path / "old")
-    with pytest.raises(IOFailure, match="was replaced"):
+    with pytest.raises(IOFailure, match="was deleted") as raised:
         origin.require_unchanged()
+    assert raised.value.hint == "pass another checkpoint"
     source.mkdir()
     with pytest.raises(IOFailure, match="was replaced"):
         origin.require_unchanged()

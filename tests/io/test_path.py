@@ -88,6 +88,12 @@ def test_a_url_that_means_nothing_is_refused(text: str) -> None:
         to_path(text)
 
 
+def test_a_file_url_of_a_host_is_refused() -> None:
+    with pytest.raises(Usage, match="`file://work/x` names the host `work`") as refused:
+        to_path("file://work/x")
+    assert refused.value.hint == "write file:///work/x"
+
+
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "S3"])
 @pytest.mark.parametrize("rest", ["/bucket/run", "bucket/run"])
 def test_a_url_without_its_slashes_is_no_local_path(scheme: str, rest: str) -> None:

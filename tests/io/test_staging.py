@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.errors import CkptError, NoRoom, Occupied, Unsafe
+from ckptkit.errors import CkptError, IOFailure, NoRoom, Occupied, Unsafe
 from ckptkit.io.allocation import create_file, require_free_space, write_new_file
 from ckptkit.io.disk import lock_path, old_destination_path, staging_path
 from ckptkit.io.staging import Stage, remove_orphaned_staging
@@ -233,6 +233,13 @@ def test_a_destination_below_a_file_is_an_io_failure(tmp_path: Path) -> None:
     with pytest.raises(CkptError) as raised:
         make(tmp_path / "file" / "out", b"new")
     assert raised.value.exit_code in (4, 5)
+
+
+def test_a_destination_below_a_dangling_link_names_it(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(IOFailure, match="points to a missing directory") as raised:
+        make(tmp_path / "link" / "out", b"new")
+    assert (raised.value.path, raised.value.hint) == (tmp_path / "link", "create nowhere, or remove the link")
 
 
 def test_files_are_created_at_their_size(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.conversion.convert import consolidate, convert
+from ckptkit.errors import Unsupported
 from ckptkit.runs.deletion import delete_checkpoint, locked_for_deletion, set_pin
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.saving.run import Run
@@ -42,6 +43,20 @@ def trained(wrapper: str, **options: Any) -> Trainee:
     trainee = Trainee.make(wrapper, seed=0, **options)
     trainee.learn(STEPS)
     return trainee
+
+
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("phases", torch.ones(3, dtype=torch.cfloat).conj())
+
+
+def test_a_conjugate_view_is_saved_and_refused_at_the_load(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    run.save(1, Conjugated())
+    with pytest.raises(Unsupported, match="cannot load into a conjugate or negative view") as raised:
+        run.load(Conjugated())
+    assert raised.value.tensor == "model.phases"
 
 
 def save_and_load(root: Path, wrappers: tuple[str, ...], place: RankPlace, report: Report) -> None:
