@@ -218,6 +218,9 @@ def to_uncached_path(typed: str | os.PathLike[str]) -> Path:
     parts = rest.rstrip("/").split("/")
     if scheme == "memory":
         parts = [part for part in parts if part]
+    if scheme == "az" and "\\" in rest:
+        hint = f"write az://{rest.replace(chr(92), '/')}"
+        raise Usage(f"`{typed}` contains a backslash, which becomes a slash in requests to Azure", hint=hint)
     path = RemotePath(f"{scheme}:", *parts)
     if "://" in rest or not {"", ".", ".."}.isdisjoint(parts) or len(path.parts) < path._depth:
         hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"

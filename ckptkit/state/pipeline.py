@@ -195,6 +195,8 @@ def opened_stage(conversion: Conversion, share_count: int, *, is_part: bool = Fa
     )
     with errors_naming_destination(conversion.output, is_file=conversion.is_file):
         try:
+            if not stage.path.exists():  # before a part makes it, because other parts may use it from then on
+                require_free_space(conversion.output, sum(conversion.file_sizes.values()))
             stage.open()
             require_free_space(conversion.output, unallocated_bytes(stage.path, conversion.file_sizes))
             yield stage

@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,12 +168,13 @@ def test_random_bit_flips_are_never_wrong_in_silence(checkpoint: Path, tmp_path:
     assert caught > 20
 
 
+@pytest.mark.parametrize("options", [{}, {"part": "1/2"}])
 def test_no_room_is_said_before_anything_is_written(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("ckptkit.io.allocation.find_free_bytes", lambda _: 1000)
     with pytest.raises(NoRoom, match="B are needed and 1 KB are free"):
-        consolidate(checkpoint, tmp_path / "out")
+        consolidate(checkpoint, tmp_path / "out", **options)
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
 
 

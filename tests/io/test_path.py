@@ -94,6 +94,13 @@ def test_a_file_url_of_a_host_is_refused() -> None:
     assert refused.value.hint == "write file:///work/x"
 
 
+def test_a_backslash_in_a_url_of_azure_is_refused() -> None:
+    with pytest.raises(Usage, match="contains a backslash") as refused:
+        to_path(r"az://box/run\ckpt-5")
+    assert refused.value.hint == "write az://box/run/ckpt-5"
+    assert to_path(r"s3://box/run\ckpt-5").name == r"run\ckpt-5"
+
+
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "S3"])
 @pytest.mark.parametrize("rest", ["/bucket/run", "bucket/run"])
 def test_a_url_without_its_slashes_is_no_local_path(scheme: str, rest: str) -> None:
