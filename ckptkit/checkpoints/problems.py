@@ -7,7 +7,7 @@ from copy import copy
 from itertools import islice
 from pathlib import Path
 
-from ckptkit.errors import CkptError, Corrupt, Incomplete
+from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure
 from ckptkit.words import count
 
 _NAMES_SHOWN = 3  # tensor names in a message
@@ -65,9 +65,12 @@ def merge_file_problems(
 ) -> tuple[CkptError, ...]:
     """Merge the problems of a file if most of its entries have one: it is probably not the file that was meant.
 
-    `entry_counts` is the number of tensors and other entries that the metadata lists for each file.
+    Drops the problems of entries of a file that cannot be read. `entry_counts` is the number of tensors and other
+    entries that the metadata lists for each file.
     """
     problems = tuple(problems)
+    unreadable = {problem.path for problem in problems if isinstance(problem, IOFailure) and problem.tensor is None}
+    problems = tuple(problem for problem in problems if problem.tensor is None or problem.path not in unreadable)
     wrong: dict[Path | None, set[str]] = {}
     for problem in problems:
         if problem.tensor is not None and not isinstance(problem, Incomplete):

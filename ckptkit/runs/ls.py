@@ -243,16 +243,17 @@ def find_metadata_contradiction(checkpoint: Checkpoint) -> str | None:
     try:
         layouts = [component.reader.read(component.path, problems.append) for component in checkpoint.components]
         problems += (problem for component in checkpoint.components for problem in wrong_size_errors(component))
+        if not problems:
+            if checkpoint.path.is_file() and (part := find_partial_file_error(checkpoint)):
+                return part.message
+            findings = examine_layout(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
+            certain = (finding.message_with_tensor for finding in findings if finding.certainty is Certainty.CERTAIN)
+            return next(certain, None)
     except (Corrupt, IOFailure, Unsafe) as error:
         problems.append(error)
     except Unsupported:  # the metadata cannot be read, so the sizes are unknown
         return None
-    if problems:
-        return problem_in_one_line(problems[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
-    if checkpoint.path.is_file() and (part := find_partial_file_error(checkpoint)):
-        return part.message
-    findings = examine_layout(layouts[0]) if len(layouts) == 1 else examine_checkpoint(checkpoint)
-    return next((finding.message_with_tensor for finding in findings if finding.certainty is Certainty.CERTAIN), None)
+    return problem_in_one_line(problems[0], checkpoint.path) if checkpoint.path.exists() else "deleted meanwhile"
 
 
 def wrong_size_errors(component: Component) -> Iterator[Corrupt]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from ckptkit import consolidate, convert, doctor, finalize, make_manifest, reshard, storage, verify
+from ckptkit import consolidate, convert, doctor, finalize, ls, make_manifest, reshard, storage, verify
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest, read_manifest
 from ckptkit.checks.verify import Verified
@@ -92,6 +94,28 @@ def test_every_problem_is_named(checkpoint: Path) -> None:
     assert sorted(problem.tensor or "" for problem in found.problems) == sorted(damaged)
     assert all(isinstance(problem, Corrupt) and problem.offset is not None for problem in found.problems)
     assert {problem.path for problem in found.problems} == {places(checkpoint)[name][0] for name in damaged}
+
+
+def test_a_shard_that_may_not_be_read_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in `ls`, which reads the parameter groups."""
+    weights = {f"layers.{n}.weight": torch.ones(2, 2) for n in range(5)}
+    groups = [{"lr": 0.1, "params": list(weights)}]
+    state = {name: {"exp_avg": weight, "step": torch.ones(())} for name, weight in weights.items()}
+    for name in ("ckpt-1", "ckpt-2"):
+        saved = {"model": weights, "optim": {"state": state, "param_groups": groups}}
+        producers.save_alone(saved, tmp_path / name)
+    shard = tmp_path / "ckpt-2" / "__0_0.distcp"
+    really = os.open
+
+    def refuse(path: str | Path, *options: Any, **more: Any) -> int:
+        if Path(path) == shard:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return really(path, *options, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    (problem,) = one(shard.parent).problems
+    assert (problem.path, problem.message, problem.hint) == (shard, "permission denied", None)
+    assert [listed.problem for listed in ls(tmp_path).checkpoints] == [None, "__0_0.distcp: permission denied"]
 
 
 def test_damage_of_several_kinds(checkpoint: Path) -> None:
