@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
@@ -80,11 +81,13 @@ class CkptkitIO(TorchCheckpointIO):
             warn(f"{directory} is {words}")
             super().save_checkpoint(checkpoint, directory)
             return
-        tensors: dict[KeyPath, Tensor] = {}
+        tensors: list[tuple[KeyPath, Tensor]] = []
         form = {key: replace_tensors_with_paths(value, (key,), tensors) for key, value in checkpoint.items()}
-        state = nest_leaves(tensors)
+        top_level = {path[0] for path, _ in tensors}
         # DCP does not flatten a tuple
-        others = {key: (form.pop(key),) for key in checkpoint if key not in state}
+        others = {key: (form.pop(key),) for key in checkpoint if key not in top_level}
+        require_distinct_names([*(path for path, _ in tensors), *((key,) for key in others)])
+        state = nest_leaves(dict(tensors))
         entries = {**state, **others, FORM: (form,)}
         if self._saver is not None:
             save_in_background(self._saver, directory, lambda folder: dcp.save(entries, checkpoint_id=folder))
@@ -270,17 +273,21 @@ def read_entry_bytes(layout: Layout, name: str) -> BytesIO:
     return BytesIO(archive_bytes_of(blob, layout.root / blob.path))
 
 
-def replace_tensors_with_paths(value: Any, key_path: KeyPath, tensors: dict[KeyPath, Tensor]) -> Any:
-    """Return a nested value with each tensor replaced by its key path, and add the tensors to `tensors`.
-
-    Raises `Unsupported` for tensors whose keys are equal as text.
-    """
-    if isinstance(value, Tensor):
-        if key_path in tensors:
-            name = ".".join(map(str, key_path))
+def require_distinct_names(paths: Sequence[KeyPath]) -> None:
+    """Raise `Unsupported` if two entries have one name in DCP, which joins the text of the keys with dots."""
+    names = [".".join(map(str, path)) for path in paths]
+    counts = Counter(names)
+    parents = {path[:length] for path in paths for length in range(1, len(path))}
+    for path, name in zip(paths, names, strict=True):
+        if counts[name] > 1 or path in parents:
             hint = "use keys with different text, such as 0 and '00' instead of 0 and '0'"
             raise Unsupported("two tensors have keys of the same text", tensor=name, hint=hint)
-        tensors[key_path] = value.detach()
+
+
+def replace_tensors_with_paths(value: Any, key_path: KeyPath, tensors: list[tuple[KeyPath, Tensor]]) -> Any:
+    """Return a nested value with each tensor replaced by its key path, and add the tensors to `tensors`."""
+    if isinstance(value, Tensor):
+        tensors.append((key_path, value.detach()))
         return {_NAME: list(key_path)}
     return map_members(value, lambda key, member: replace_tensors_with_paths(member, (*key_path, str(key)), tensors))
 

@@ -160,15 +160,6 @@ def test_damage_is_found_when_it_is_loaded(tmp_path: Path) -> None:
         CkptkitIO().load_checkpoint(path)
 
 
-def test_tensors_under_keys_of_equal_text_are_refused(tmp_path: Path) -> None:
-    from ckptkit.integrations.lightning import CkptkitIO
-
-    checkpoint = {"state_dict": {"w": torch.ones(2)}, "mine": {0: torch.ones(1), "0": torch.zeros(1)}}
-    with pytest.raises(Unsupported, match=r"`mine\.0`: two tensors have keys of the same text"):
-        CkptkitIO().save_checkpoint(checkpoint, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_mappings_without_tensors_stay_themselves(tmp_path: Path) -> None:
     """Not every mapping can be made from pairs: a Counter would count them, and OmegaConf would refuse them."""
@@ -184,6 +175,23 @@ def test_mappings_without_tensors_stay_themselves(tmp_path: Path) -> None:
     loaded = CkptkitIO().load_checkpoint(tmp_path / "out", weights_only=False)
     assert same(dict(sorted(loaded.items())), dict(sorted(checkpoint.items())))
     assert type(loaded["callbacks"]["c"]["n"]) is Counter
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("mine", "name"),
+    [
+        ({0: torch.ones(2), "0": torch.zeros(2)}, "mine.0"),
+        ({"0": {"x": torch.ones(2)}, 0: torch.zeros(2)}, "mine.0"),
+        ({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}, "mine.a.b"),
+    ],
+)
+def test_tensors_under_keys_of_equal_text_are_refused(tmp_path: Path, mine: Any, name: str, background: bool) -> None:
+    from ckptkit.integrations.lightning import CkptkitIO
+
+    with pytest.raises(Unsupported, match=f"`{name}`: two tensors have keys of the same text"):
+        CkptkitIO(background=background).save_checkpoint({"mine": mine}, tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
