@@ -87,6 +87,8 @@ def config_of_a_deleted_adapter(root: Path) -> None:
     ],
 )
 def test_what_lies_beside_whole_tensors_is_fixed(tmp_path: Path, damage: Callable[[Path], None], code: str) -> None:
+    if damage is config_of_a_deleted_adapter:
+        pytest.importorskip("peft")  # without it transformers does not follow the file
     root, out = tmp_path / "model", tmp_path / "out"
     llama().save_pretrained(root, max_shard_size="20KB")
     truth = load_hf(root)
