@@ -47,7 +47,7 @@ from ckptkit.training.saving.state import nest_leaves
 
 FORM = "ckptkit_form"  # entry with the nested values, in which key paths replace the tensors
 _NAME = "ckptkit.tensor"  # the single key of a dict that replaces a tensor; its value is the tensor's key path
-_PATIENCE = 10.0  # seconds that a deletion waits for another process to finish locked_for_deletion
+_PATIENCE = 10.0  # seconds that a deletion waits for another process to finish deleting
 
 
 class CkptkitIO(TorchCheckpointIO):
@@ -211,7 +211,8 @@ def save_in_background(saver: BackgroundSaver, path: Path, write: Callable[[Path
 def remove_checkpoint(filepath: str | os.PathLike[str], saver: BackgroundSaver | None) -> None:
     """Delete a checkpoint when the one being saved is visible, unless it is protected.
 
-    ModelCheckpoint keeps a checkpoint of another directory, from which a training was resumed, only if it is local.
+    A training may have been resumed from a checkpoint in another directory, which stays. ModelCheckpoint asks for its
+    deletion if it is in a store.
     """
     path, strategy = to_uncached_path(filepath), find_calling_strategy()
     if is_remote(path) and strategy is not None and strategy.lightning_module is not None:

@@ -151,7 +151,7 @@ class LocalLease:
         return self.root / WATCHES
 
     def protect(self, checkpoint: Path) -> None:
-        # with the lock for locked_for_deletion: prune must not delete it after it has looked for protections
+        # with the lock for deleting: prune must not delete it after it has looked for protections
         with locked_for_deletion(checkpoint.parent, patience=_PATIENCE):
             write_protected_name(self.lock, checkpoint.name)
 

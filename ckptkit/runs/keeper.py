@@ -203,7 +203,7 @@ def reasons_to_keep(checkpoint: Path, *, by_trainer: bool = False) -> Iterator[s
     yield from best
 
 
-_PATIENCE = 10.0  # seconds that `pin` waits for another process to finish locked_for_deletion
+_PATIENCE = 10.0  # seconds that `pin` waits for another process to finish deleting
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def write_output(conversion: Conversion) -> Written:
 
 
 def finish_output(conversion: Conversion, share_count: int) -> Written:
-    """Finish an output of which `share_count` processes have each written a share."""
+    """Finish an output that `share_count` processes have written together."""
     return writers_for(conversion)[1](conversion, share_count)
 
 

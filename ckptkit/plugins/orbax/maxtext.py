@@ -159,7 +159,7 @@ def find_arithmetic(name: str, sizes: Sizes) -> Arithmetic | None:
 
 
 def xla_inverse_root(hidden_size: int, *, is_rounded: bool) -> float:
-    """Return the factor with which XLA divides by the square root of `hidden_size`.
+    """Return the factor that XLA multiplies by to divide by the square root of `hidden_size`.
 
     The root is in float32, or in bfloat16 if `is_rounded`.
     """
