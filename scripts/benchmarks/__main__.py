@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from scripts.benchmarks.consolidate import consolidate, inspect, large
 from scripts.benchmarks.delta import delta
 from scripts.benchmarks.gpu import gpu
+from scripts.benchmarks.loss import loss
 from scripts.benchmarks.manage import manage
 from scripts.benchmarks.merge import merge
 from scripts.benchmarks.names import names
@@ -70,13 +71,14 @@ BENCHMARKS = {
     "scale": Benchmark(scale),
     "trillion": Benchmark(trillion, {"layers": 61}),
     "train": Benchmark(train),
+    "loss": Benchmark(loss, {"runs": 5, "device": "cpu"}),
     "gpu": Benchmark(gpu, {"size_gb": 4.8, "runs": 1, "device": "cuda"}),
 }
 HELP = {
     "size_gb": "size of the checkpoint in GB",
     "runs": "runs of each program",
     "layers": "layers of the model",
-    "device": "where loads go",
+    "device": "where tensors are",
 }
 
 

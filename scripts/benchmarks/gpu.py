@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from scripts.benchmarks.loss import loss
 from scripts.benchmarks.merge import save
 from scripts.benchmarks.runs import Contender, measure, table
 from scripts.benchmarks.storage import ranks
@@ -24,6 +25,7 @@ def gpu(size_gb: float, runs: int, device: str) -> None:
         conversions(home, size_gb, runs)
     with workplace() as home:
         loads(home, size_gb / 3, runs, device)
+    loss(3, device)
     train(LOOPS)
 
 

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ from ckptkit.training.metrics import METRICS, StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.smoke.runs import read_tensors_by_torch
-from ckptkit.training.trainer import make_scheduler
+from ckptkit.training.trainer import make_scheduler, sum_losses
+from scripts.benchmarks.loss import largest_allocation
 from tests.tiers import nightly_but
 
 STEPS, SAVED = 6, 3
@@ -360,6 +361,23 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(config: Tra
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of torch's compiler about torch.jit
+def test_the_compiled_loss_never_stores_the_logits_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 64, 2_000, dtype=torch.bfloat16, generator=generator, requires_grad=True)
+    targets = torch.randint(2_000, (2, 64), generator=generator)
+
+    def loss_and_gradient(function: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+        loss = function(logits, targets)
+        return loss.detach(), *torch.autograd.grad(loss, logits)
+
+    compiled = torch.compile(sum_losses)
+    torch.testing.assert_close(loss_and_gradient(compiled), loss_and_gradient(sum_losses))
+    assert largest_allocation(partial(loss_and_gradient, compiled)) == logits.nbytes
+    assert largest_allocation(partial(loss_and_gradient, sum_losses)) == 2 * logits.nbytes
+
+
 def test_metrics_go_to_tensorboard_too(config: TrainConfig, tmp_path: Path) -> None:
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = tmp_path / "run"
