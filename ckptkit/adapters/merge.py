@@ -54,7 +54,7 @@ def merge_adapters(components: Sequence[Component], options: ConvertOptions) -> 
     *before, last = components
     named_by = options if options.base or not before else replace(options, base=str(before[0].path))
     adapters = [open_only_adapter(component, named_by, before[:1]) for component in (*before[1:], last)]
-    base = Model.of(before[0], options.base) if before else open_base_model(adapters[0], options)
+    base = Model.of(before[0], options.base) if before else open_base_in_checkpoint_or_option(adapters[0], options)
     adapters = [with_fused_expert_matrices(adapter, base.layout, options) for adapter in adapters]
     merged = merge_under_fitting_names(base, adapters, options)
     # --exclude may also name tensors of the adapters
@@ -108,7 +108,7 @@ def open_only_adapter(part: Component, options: ConvertOptions, base: Sequence[C
     return opened.with_checked_config(adapters[0], options.adapter_config)
 
 
-def open_base_model(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
+def open_base_in_checkpoint_or_option(adapter: CheckedAdapter, options: ConvertOptions) -> Model:
     """Return the base in the adapter's checkpoint, or else the one that `--base` names. Raises `Usage` without any."""
     opened, config = adapter.opened, adapter.config
     if opened.adapted.base:

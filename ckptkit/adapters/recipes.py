@@ -152,7 +152,7 @@ class Merging:
         product = kind(a, b, source.shape_of_tensor(update.a), source.shape_of_tensor(update.b), scaling)
         self.require_float_base(own, source, update.a)
         if update.magnitude is None:
-            self.steps[own] += [product] * self.count_additions(source, update)
+            self.steps[own] += [product] * self.times_peft_adds_product(source, update)
         else:
             self.steps[own].append(self.dora_step(source, update, own, product))
         if update.bias is not None:
@@ -176,7 +176,7 @@ class Merging:
             return None
         return None if weight in source.config.target_parameters_of(update.attention) else update.attention
 
-    def count_additions(self, source: AdapterSource, update: WeightUpdate) -> int:
+    def times_peft_adds_product(self, source: AdapterSource, update: WeightUpdate) -> int:
         """Return how often PEFT adds a product to a weight. Raises `Unsupported` for an unknown version of PEFT."""
         if self.find_attention_around(source, update) is None:
             return 1

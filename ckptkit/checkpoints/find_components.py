@@ -232,7 +232,7 @@ def has_unsupported_files(path: Path, reader: FormatReader | None) -> bool:
         return False  # you passed the path of a torch.save file
     if any(find_unread_files_among(path, [name]) is None for name in owned):
         return False
-    return find_unread_files_among(path, names_in_and_below(path)) is not None
+    return find_unread_files_among(path, file_names_in_component(path)) is not None
 
 
 def find_unread_files_among(path: Path, names: Iterable[str]) -> Unread | None:
@@ -271,10 +271,10 @@ def find_unsupported_files(path: Path) -> Unread | None:
         for file in files
         if (unread := trainers.find_foreign_program_file(file.name)) and not is_torch_save(file)
     )
-    return find_unread_files_among(path, names_in_and_below(path)) or next(foreign, None)
+    return find_unread_files_among(path, file_names_in_component(path)) or next(foreign, None)
 
 
-def names_in_and_below(path: Path) -> Iterator[str]:
+def file_names_in_component(path: Path) -> Iterator[str]:
     """Return the names in a directory and in its inner directories; the name of a file for a file."""
     if not path.is_dir():
         return iter([path.name])

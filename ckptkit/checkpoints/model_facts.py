@@ -27,7 +27,7 @@ from ckptkit.models.adapter_facts import (
 from ckptkit.models.companions import CONFIG, MODULES, Companions, different_preprocessing_files, find_companions
 from ckptkit.models.computation import (
     ConfigDifference,
-    differing_keys,
+    compare_flattened_configs,
     find_config_differences,
     find_contradictions,
     flatten_both_configs,
@@ -139,7 +139,9 @@ class ModelFacts:
             base, other_base = (str(adapter.get(BASE) or "") for adapter in (self.adapter, other.adapter))
             note = f"the adapters name different bases: `{base}`, in {other.path} `{other_base}`"
             return ComparedFacts(different, (note,) if base != other_base else (), ADAPTER_CONFIG)
-        modules = differing_keys(*flatten_both_configs(self.modules_after_transformer, other.modules_after_transformer))
+        modules = compare_flattened_configs(
+            *flatten_both_configs(self.modules_after_transformer, other.modules_after_transformer)
+        )
         ours, theirs = (
             {name: f"CRC-32 {crc32(data):08x}" for name, data in facts.companions.files.items() if is_python_file(name)}
             for facts in (self, other)
@@ -170,7 +172,7 @@ class ModelFacts:
             differences = [ConfigDifference(key, there, here, certain) for key, here, there, certain in found]
         if differences or not (self.reported and other.reported):
             return differences
-        return differing_keys(*flatten_both_configs(self.reported, other.reported))
+        return compare_flattened_configs(*flatten_both_configs(self.reported, other.reported))
 
     def notes_on_different_inputs(self, other: ModelFacts) -> Iterator[str]:
         """Yield a note if files that prepare the inputs differ, such as a tokenizer."""

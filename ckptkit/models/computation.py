@@ -119,7 +119,7 @@ def find_config_differences(config: Mapping[str, Any], other: Mapping[str, Any])
     ours, theirs = class_labels_of(one), class_labels_of(two)
     labels = [ConfigDifference(_LABELS, ours, theirs)] if ours and theirs and ours != theirs else []
     keys, other_keys = flatten_both_configs(one, two)
-    differences = differing_keys(keys, other_keys)
+    differences = compare_flattened_configs(keys, other_keys)
     # keys that are false or zero in one config and absent in the other: their default may differ
     for key in sorted(keys.keys() ^ other_keys.keys()):
         here, there = keys.get(key), other_keys.get(key)
@@ -137,7 +137,7 @@ def find_config_differences(config: Mapping[str, Any], other: Mapping[str, Any])
     full, other_full = find_config_with_defaults(one), find_config_with_defaults(two)
     if full is None or other_full is None:
         return [*labels, *differences]
-    return [*labels, *differing_keys(*flatten_both_configs(full, other_full), has_all_defaults=True)]
+    return [*labels, *compare_flattened_configs(*flatten_both_configs(full, other_full), has_all_defaults=True)]
 
 
 def class_labels_of(config: Mapping[str, Any]) -> list[str]:
@@ -171,7 +171,7 @@ def contradicting_keys(reported: Mapping[str, Any], config: Mapping[str, Any]) -
     config_values = {_CANONICAL.get(key, key): value for key, value in flatten_config(config).items()}
     if rope_parameters_of(config).get("rope_theta") is not None:
         config_values[POSITIONS] = "rope"
-    differences = differing_keys(known, {key: value for key, value in config_values.items() if key in known})
+    differences = compare_flattened_configs(known, {key: value for key, value in config_values.items() if key in known})
     return [one for one in differences if (one.key in _BY_PRESENCE or one.there is not None) and not is_neutral(one)]
 
 
@@ -205,7 +205,7 @@ def text_config_to_compare(config: Mapping[str, Any], other: Mapping[str, Any]) 
     return text if isinstance(text, Mapping) and text.get("model_type") == other.get("model_type") else config
 
 
-def differing_keys(
+def compare_flattened_configs(
     one: Mapping[str, Any], two: Mapping[str, Any], *, has_all_defaults: bool = False
 ) -> list[ConfigDifference]:
     """Return the keys that differ. False, zero and null equal an absent key.

@@ -23,7 +23,7 @@ def initialize_model(blueprint: Blueprint, model: nn.Module, seed: int | None) -
         parameters = dict(module.named_parameters(recurse=False))
         new = {key: parameter for key, parameter in parameters.items() if parameter not in done}
         if has_values_not_loaded(module) or (new and seed is not None):
-            whole = initialize_module(blueprint, name, module, seed or 0)
+            whole = draw_initial_parameters(blueprint, name, module, seed or 0)
             for key, parameter in new.items():
                 copy_into_shard(whole[key], parameter)
             done.update(new.values())
@@ -38,7 +38,7 @@ def copy_into_shard(full: Tensor, shard: Tensor) -> None:
     shard.copy_(full)
 
 
-def initialize_module(blueprint: Blueprint, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
+def draw_initial_parameters(blueprint: Blueprint, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
     """Initialize a module's direct buffers in place, and return its initial parameters as full CPU tensors."""
     own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     whole: dict[str, Tensor] = {

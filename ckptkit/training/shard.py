@@ -41,9 +41,9 @@ from ckptkit.errors import Usage
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.initial import (
     copy_into_shard,
+    draw_initial_parameters,
     has_values_not_loaded,
     initialize_model,
-    initialize_module,
 )
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.models.lora import LoraMatrix
@@ -88,7 +88,7 @@ class Fsdp1:
                 return  # its weight is tied to a module that is already materialized
             module.to_empty(device=device, recurse=False)
             if self.seed is not None or has_values_not_loaded(module):
-                whole = initialize_module(blueprint, names[module], module, self.seed or 0)
+                whole = draw_initial_parameters(blueprint, names[module], module, self.seed or 0)
                 for name, parameter in module.named_parameters(recurse=False):
                     copy_into_shard(whole[name], parameter)
             blueprint.tie_weights(model)

@@ -166,12 +166,12 @@ class SavedRank:
             pairs = saved.attributes().items() if isinstance(saved, Record) else find_dict_items(saved) or ()
         except (TypeError, ValueError):
             pairs = ()
-        return {str(name): value for name, value in pairs if is_plausible_number(value)}
+        return {str(name): value for name, value in pairs if is_number_of_plausible_size(value)}
 
     def find_number(self, key: str) -> int | float | None:
         """Return the number under a key; None if there is none."""
         value = self.entries.get(key)
-        return value if is_plausible_number(value) else None
+        return value if is_number_of_plausible_size(value) else None
 
     @property
     def find_grid_sizes(self) -> GridSizes | None:
@@ -214,7 +214,7 @@ class SavedRank:
         return as_unreadable_tensors(flattening.flat, self.path) if self.is_lost else flattening.flat
 
 
-def is_plausible_number(value: object) -> TypeGuard[int | float]:
+def is_number_of_plausible_size(value: object) -> TypeGuard[int | float]:
     """Return whether a pickled value is a number or bool of plausible size."""
     return type(value) in (bool, int, float) and abs(value) < _LARGEST  # type: ignore[arg-type]
 

@@ -117,7 +117,7 @@ def check_determinism(runs: Runs) -> str:
     return f"a second run differs by {distance}; resumed runs may differ by 4 times that{volatile}"
 
 
-def check_resumes(runs: Runs) -> str:
+def check_resumed_run_reaches_last_step(runs: Runs) -> str:
     """Check that a fresh process resumes from a copy of the middle checkpoint, and ends at the last step."""
     execution = runs.resumed_run
     if not execution.is_done and has_other_step_count(runs):
@@ -184,7 +184,7 @@ CHECKS: dict[str, Callable[[Runs], str]] = {
     "checkpoints": check_recognized,
     "losses are finite": check_finite_losses,
     "deterministic": check_determinism,
-    "resume": check_resumes,
+    "resume": check_resumed_run_reaches_last_step,
     "first loss": check_first_loss,
 }
 NEEDED = frozenset({"run", "checkpoints", "losses are finite", "deterministic", "resume"})
