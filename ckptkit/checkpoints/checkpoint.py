@@ -87,12 +87,14 @@ class Checkpoint:
     """A checkpoint: the directory or file at `path`, and its components, the model first.
 
     Opening a checkpoint only looks at file names. `strange` lists directories that should contain a component but have
-    no known format.
+    no known format. `unreadable` is the error if the permissions do not allow to list a directory of the checkpoint,
+    which then has no components.
     """
 
     path: Path
     components: tuple[Component, ...]
     strange: tuple[Path, ...] = ()
+    unreadable: IOFailure | None = None
 
     def __repr__(self) -> str:
         formats = dict.fromkeys(component.reader.name for component in self.components)
@@ -110,7 +112,7 @@ class Checkpoint:
         if isinstance(source, Checkpoint) and not also:
             return source
         path = join_directories(path_of_source(source), also)
-        checkpoint = cls.at(path)
+        checkpoint = cls.in_run(path)
         if checkpoint.is_at_own_path:
             return find_latest_beside_stray(checkpoint) or checkpoint
         latest = find_latest_checkpoint(path)
@@ -118,7 +120,7 @@ class Checkpoint:
             return latest
         if checkpoint.components:
             return checkpoint
-        raise checkpoint.unsupported_files_error or no_checkpoint_error(path)
+        raise checkpoint.unreadable or checkpoint.unsupported_files_error or no_checkpoint_error(path)
 
     @classmethod
     def at(cls, path: Path) -> Self:
@@ -127,6 +129,17 @@ class Checkpoint:
         It may be incomplete, or have no components.
         """
         return cls(path, *find_components(path))
+
+    @classmethod
+    def in_run(cls, path: Path) -> Self:
+        """Return the checkpoint at `path` as `at` does; `unreadable` if permissions forbid to list a directory."""
+        try:
+            with translate_os_errors(path):
+                return cls.at(path)
+        except IOFailure as error:
+            if not isinstance(error.__cause__, PermissionError):
+                raise
+            return cls(path, (), unreadable=error)
 
     @property
     def is_at_own_path(self) -> bool:
@@ -342,6 +355,8 @@ class Checkpoint:
 
     def problems(self) -> list[CkptError]:
         """Return the reasons why it cannot be read, by names and sizes alone; [] for a complete checkpoint."""
+        if self.unreadable:
+            raise self.unreadable
         if not self.components:
             return [self.unsupported_files_error or unknown_format_error(self.path)]
         strange = [Corrupt("no known format", path=path) for path in self.strange]
@@ -423,7 +438,7 @@ class Checkpoint:
     @cached_property
     def unsupported_files_error(self) -> Unsupported | None:
         """Return the error for files of a trainer that ckptkit cannot read yet; None for any other checkpoint."""
-        unread = None if self.components else find_unsupported_files(self.path)
+        unread = None if self.components or self.unreadable else find_unsupported_files(self.path)
         if unread is None:
             return None
         return Unsupported(f"{unread.what}: ckptkit cannot read this yet", path=self.path, hint=unread.hint)
@@ -457,7 +472,7 @@ def open_layout(source: Source) -> Layout:
 
 def step_checkpoints_in_run(root: Path) -> list[Checkpoint]:
     """Return the directories and files named like checkpoints in the run at `root`, complete or not, oldest first."""
-    return sorted_checkpoints_with_step(map(Checkpoint.at, candidate_paths_in_run(root)))
+    return sorted_checkpoints_with_step(map(Checkpoint.in_run, candidate_paths_in_run(root)))
 
 
 def candidate_paths_in_run(root: Path) -> list[Path]:
@@ -482,7 +497,7 @@ def all_checkpoints_in_run(root: Path) -> list[Checkpoint]:
     known = {checkpoint.path for checkpoint in named}
     others_in_run = [path for path in visible_children(root) if path not in known] if named else []
     others = [path for path in others_in_run if path.is_dir() or trainers.is_last(path.name)]
-    return [*named, *(checkpoint for checkpoint in map(Checkpoint.at, others) if checkpoint.components)]
+    return [*named, *(checkpoint for checkpoint in map(Checkpoint.in_run, others) if checkpoint.components)]
 
 
 def runs_in(root: Path) -> list[Path]:

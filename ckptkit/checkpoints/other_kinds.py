@@ -46,7 +46,10 @@ OTHER_KINDS = PluginTable(
 
 def find_non_checkpoint_kind(path: Path) -> OtherKind | None:
     """Return the module for a directory of another kind, complete or not; None if no kind matches."""
-    known = find_kind_by_files(names_in(path) if path.is_dir() else ())
+    try:
+        known = find_kind_by_files(names_in(path) if path.is_dir() else ())
+    except PermissionError:  # whoever opens the path as a checkpoint says so
+        return None
     return None if known is None else cast(OtherKind, import_module(known.where))
 
 

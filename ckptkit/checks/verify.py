@@ -47,6 +47,7 @@ from ckptkit.engine.scan import find_first_zero_page, scan_files
 from ckptkit.errors import (
     CkptError,
     Corrupt,
+    IOFailure,
     Mismatch,
     NotACheckpoint,
     Unsupported,
@@ -165,12 +166,21 @@ def verify(
         raise Usage("--map and --rename have no effect without --against", hint="pass --against OTHER")
     checkpoints = [checkpoint for source in sources for checkpoint in find_checkpoints(source)]
     report = make_progress_reporter(
-        progress, sum(bytes_at_path(part) for one in checkpoints for part in one.component_paths or [one.path])
+        progress,
+        sum(
+            bytes_at_path(part)
+            for one in checkpoints
+            if not one.unreadable
+            for part in one.component_paths or [one.path]
+        ),
     )
     look = partial(verify_component, fast=fast, jobs=jobs, progress=report)
     known = {checkpoint.path for checkpoint in checkpoints}
     results: list[Verified] = []
     for checkpoint in checkpoints:
+        if checkpoint.unreadable:
+            results.append(Verified(checkpoint.path, problems=(checkpoint.unreadable,)))
+            continue
         parts = with_inconsistencies(checkpoint, verify_components(checkpoint, look, known))
         results += with_store_checksum_findings(parts) if fast else with_master_comparison(checkpoint, parts, jobs)
     if against is not None and all(part.is_ok for part in results):
@@ -282,14 +292,14 @@ def with_diff_as_problems(verified: Verified, diff: Diff | None) -> Verified:
 def find_checkpoints(source: Source) -> list[Checkpoint]:
     """Return the checkpoint at a path, or all checkpoints of a run, oldest first, and then its stray files."""
     path = path_of_source(source)
-    checkpoint = Checkpoint.at(path)
+    checkpoint = Checkpoint.in_run(path)
     if checkpoint.is_run_with_strays:
         return [*all_checkpoints_in_run(path), checkpoint]
     checkpoints = [] if checkpoint.is_at_own_path else all_checkpoints_in_run(path)
     if checkpoints and not all(candidate.unsupported_files_error for candidate in checkpoints):
         return checkpoints
     if not checkpoint.components:
-        raise checkpoint.unsupported_files_error or no_checkpoint_error(path)
+        raise checkpoint.unreadable or checkpoint.unsupported_files_error or no_checkpoint_error(path)
     return [checkpoint]
 
 
@@ -309,7 +319,10 @@ def verify_components(
     if not (root.is_dir() and checkpoint.components and all(part.looked_at for part in results)):
         return results
     seen = frozenset(path for part in results for path in part.looked_at).union(set(places) - {root})
-    left = checkpoint.list_not_copied_files(seen)
+    try:
+        left = checkpoint.list_not_copied_files(seen)
+    except IOFailure as error:
+        return [replace(results[0], problems=(*results[0].problems, error)), *results[1:]]
     weights = [file.path for file in left if file.why in (*LOST, EXPORTED) and detect_format(file.path)]
     rest = tuple(file for file in left if file.path not in (*weights, *known_checkpoints))
     return [replace(results[0], left_behind=rest), *results[1:], *map(verify_path, weights)]

@@ -6,7 +6,7 @@ Also the backend of local runs, which uses locks and renames to delete, and smal
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -197,9 +197,10 @@ def reasons_to_keep(checkpoint: Path, *, by_trainer: bool = False) -> Iterator[s
     for directory in (run, *list_directories(run)):
         for file, key in trainers.best_keys():
             path = directory / file if file else directory
-            if path.exists() and (file or directory != run):
-                names = read_best_names(path, file, key, path.stat().st_mtime_ns)
-                best.update((f"the best: {why}", None) for name, why in names if name == checkpoint.name)
+            with suppress(PermissionError):
+                if path.exists() and (file or directory != run):
+                    names = read_best_names(path, file, key, path.stat().st_mtime_ns)
+                    best.update((f"the best: {why}", None) for name, why in names if name == checkpoint.name)
     yield from best
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from ckptkit.formats import detect_format
 from ckptkit.formats.rank_names import names_differing_in_rank
 from ckptkit.io.claims import StoreClaim, find_claim, unpublished_files_in
 from ckptkit.io.destination import CLAIM
-from ckptkit.io.file import file_size, is_existing_path, list_children, missing_path_error
+from ckptkit.io.file import file_size, is_existing_path, list_children, missing_path_error, names_in
 from ckptkit.io.joined import local_paths_of
 from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.runs.deletion import pinned_names_in
@@ -123,7 +124,12 @@ def ls(run: Source) -> Listing:
             saved_at = (path.parent / f"{path.name}{CLAIM}").stat().st_mtime
             claim = find_claim(path)
             listed.append(Listed(path, step, None, False, None, 0, saved_at, {}, False, "absent", claim=claim))
-    latest = find_latest(root).checkpoint if is_run else None
+    try:
+        latest = find_latest(root).checkpoint if is_run else None
+    except IOFailure:
+        if not any(checkpoint.unreadable for checkpoint in checkpoints):
+            raise
+        latest = None
     tracker = "; ".join(describe_tracker(tracker, listed) for tracker in trackers) if is_run else ""
     return Listing(root, tuple(listed), latest.path if latest else None, tracker or None, tuple(runs))
 
@@ -182,6 +188,12 @@ def make_listing_entry(
 
     `skipped_directories` inside are not part of it.
     """
+    step, (nbytes, saved_at) = checkpoint.step_in_name, nbytes_and_time_below(checkpoint.path, skipped_directories)
+    is_pinned = checkpoint.name in pins
+    named_by = tuple(tracker.name for tracker in trackers if tracker.is_naming(checkpoint.path))
+    if error := checkpoint.unreadable:
+        problem = problem_in_one_line(error, checkpoint.path)
+        return Listed(checkpoint.path, step, None, False, None, nbytes, saved_at, {}, is_pinned, problem, named_by)
     fault, sizes_compared = describe_first_problem(checkpoint), has_quick_file_sizes(checkpoint)
     if fault is None and sizes_compared:
         fault = find_metadata_contradiction(checkpoint)
@@ -192,19 +204,18 @@ def make_listing_entry(
             metrics = read_metrics(checkpoint.path)
         except (Corrupt, IOFailure, Unsafe, Unsupported):
             unreadable = "unreadable metrics"
-    nbytes, saved_at = nbytes_and_time_below(checkpoint.path, skipped_directories)
     return Listed(
         checkpoint.path,
-        checkpoint.step_in_name,
+        step,
         next((component.reader.name for component in checkpoint.components), None),
         fault is None,
         checkpoint.world_size,
         nbytes,
         saved_at,
         {name: value for name, value in metrics.items() if name != "step"},
-        checkpoint.name in pins,
+        is_pinned,
         fault or unreadable,
-        tuple(tracker.name for tracker in trackers if tracker.is_naming(checkpoint.path)),
+        named_by,
         checkpoint.is_weights_only,
         checkpoint.trainer_by_file_names,
         find_claim(checkpoint.path),
@@ -279,7 +290,7 @@ def problem_in_one_line(error: CkptError, checkpoint: Path) -> str:
 def nbytes_and_time_below(path: Path, skipped_directories: Collection[Path] = ()) -> tuple[int, float]:
     """Return the bytes of all files below a path, and the latest modification time of a file that is not a manifest.
 
-    Skips the directories `skipped_directories`, and does not follow links.
+    Skips the directories `skipped_directories` and those that may not be listed, and does not follow links.
     """
     pending, nbytes, newest = [root.resolve() for root in local_paths_of(path)], 0, 0.0
     skipped = {other.resolve() for other in skipped_directories}
@@ -290,7 +301,8 @@ def nbytes_and_time_below(path: Path, skipped_directories: Collection[Path] = ()
         with translate_os_errors(entry):
             status = entry.lstat()
             if stat.S_ISDIR(status.st_mode):
-                pending.extend(list_children(entry))
+                with suppress(PermissionError):
+                    pending.extend(entry / name for name in names_in(entry))
             elif stat.S_ISREG(status.st_mode):
                 nbytes += status.st_size
                 newest = max(newest, 0.0 if entry.name == MANIFEST else status.st_mtime)

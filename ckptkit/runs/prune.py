@@ -17,6 +17,7 @@ from ckptkit.checkpoints.replaceable import unknown_entries
 from ckptkit.checks.verify import verify_component
 from ckptkit.errors import (
     Corrupt,
+    IOFailure,
     Mismatch,
     NotACheckpoint,
     Unsafe,
@@ -148,7 +149,7 @@ def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
     other = [
         PruneEntry(
             path,
-            Checkpoint.at(path).step_in_name,
+            Checkpoint.in_run(path).step_in_name,
             nbytes_and_time_below(path)[0],
             keeper.find_other_process_work(path) or fault,
         )
@@ -163,7 +164,11 @@ def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
         saved = verdict.saved
         entry = PruneEntry(saved.path, saved.step, nbytes_and_time_below(saved.path)[0], ", ".join(verdict.reasons))
         if not verdict.is_kept:
-            entry = plan_unkept_entry(saved, entry, keeper, demote=demote)
+            try:
+                with translate_os_errors(saved.path):
+                    entry = plan_unkept_entry(saved, entry, keeper, demote=demote)
+            except IOFailure as error:  # who may not list a directory in it cannot delete it
+                entry = replace(entry, reason=f"cannot be read: {problem_in_one_line(error, saved.path)}")
         (go if entry.freed_bytes else keep).append(entry)
     for path, reason in unfinished.items():
         nbytes = nbytes_and_time_below(path)[0]
@@ -222,14 +227,15 @@ def execute_prune(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: 
 
 def find_checkpoint_or_reason(path: Path, read_by: Readers) -> SavedCheckpoint | str:
     """Return the checkpoint in a directory, or the reason why prune ignores it. Reads no tensors."""
-    checkpoint = Checkpoint.at(path)
+    checkpoint = Checkpoint.in_run(path)
     step = checkpoint.step_in_name
     if any(place.is_symlink() for place in local_paths_of(path)):
         return "a symbolic link"
     if step is None or has_epoch_only(path):
         return "its name does not end with a step"
     if not checkpoint.components:
-        return (checkpoint.unsupported_files_error or no_format_error(path)).message
+        error = checkpoint.unreadable or checkpoint.unsupported_files_error or no_format_error(path)
+        return problem_in_one_line(error, path)
     problems = [
         problem for part in checkpoint.component_paths for problem in verify_component(part, fast=True).problems
     ]

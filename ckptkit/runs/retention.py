@@ -235,7 +235,7 @@ def links_and_base_records(directory: Path) -> Iterator[Path]:
             try:
                 with os.scandir(pending.pop()) as scanned:  # faster than an `lstat` of thousands of shards
                     entries = sorted(scanned, key=lambda entry: entry.name)
-            except FileNotFoundError:  # deleted meanwhile
+            except (FileNotFoundError, PermissionError):  # deleted meanwhile, or another user's
                 continue
         records = base_records_among(entry.name for entry in entries)
         yield from (Path(entry) for entry in entries if entry.is_symlink() or entry.name in records)
