@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -166,11 +166,13 @@ class UploadTarget:
         return key == self.claim_key or key.startswith(self.notes_prefix)
 
     def parse_claim(self, content: bytes) -> StoreClaim:
-        """Parse a claim on this path. Raises `Occupied` if it cannot be read."""
+        """Parse a claim on this path. Raises `Occupied` if it does not list its files, as another version's."""
         claim = StoreClaim.parse(content)
-        if not claim.plan:
-            hint = "finish that upload with the ckptkit that began it, or delete this object to give the upload up"
-            raise Occupied("the claim of another upload cannot be read", path=self.claim_path, hint=hint)
+        if not claim.files:
+            hint = "finish the upload with that version, or delete this file and the files of the upload"
+            raise Occupied(
+                "another version of ckptkit wrote this record of its upload", path=self.claim_path, hint=hint
+            )
         return claim
 
     def claimed_error(self, claim: StoreClaim) -> Occupied:
@@ -215,6 +217,18 @@ class StoreOutput:
     @property
     def _upload_target(self) -> UploadTarget:
         return UploadTarget(self.path, self.is_file)
+
+    def _files_to_claim(self, first: Iterable[str], existing: Iterable[str]) -> tuple[str, ...]:
+        """Return the files of a new claim: the existing ones to delete `first`, the marks, then all others."""
+        before_marks = (name for name in first if name not in self.marks)
+        return tuple(dict.fromkeys((*before_marks, *self._planned_files, *existing)))
+
+    def _in_deletion_order(self, claimed: Sequence[str], existing: Container[str]) -> tuple[list[str], list[str]]:
+        """Return the existing files of a claim in two lists: up to the last mark, to delete first, and the others."""
+        end = max((i + 1 for i, name in enumerate(claimed) if name in self.marks), default=0)
+        groups = claimed[:end], claimed[end:]
+        first, rest = ([name for name in group if name in existing] for group in groups)
+        return first, rest
 
 
 def prefix_below(key: str) -> str:

@@ -14,10 +14,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit.entry_points import import_object
 from ckptkit.errors import Corrupt, Occupied, Usage
 from ckptkit.io import pieces
 from ckptkit.io.claims import StoreClaim
-from ckptkit.io.destination import CLAIM
+from ckptkit.io.destination import CLAIM, to_destination
+from ckptkit.io.path import capabilities_at
 from tests.directories import files_in
 
 Convert = Callable[..., Any]
@@ -74,6 +76,10 @@ def damaged(source: Path, root: Path) -> Path:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     return root
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 class OutputContract:
@@ -144,12 +150,28 @@ class OutputContract:
         del kept[".metadata"]
         for name, content in ((CLAIM, claim.to_bytes()), ("part.bin", b"x"), *kept.items()):
             output.put(f"{_FOLDER}/{name}", content)
-        for _ in range(2):
-            with pytest.raises(Occupied, match=r"does not know: .*thesis\.tex"):
+        with pytest.raises(Occupied, match=r"does not know: .*thesis\.tex"):
+            ckptkit.cp(source, output.url, overwrite=True)
+        assert output.files() == kept
+        for old in (b"?", json.dumps({"plan": "another", "started": "now", "host": "there"}).encode()):
+            output.put(f"{_FOLDER}/{CLAIM}", old)
+            with pytest.raises(Occupied, match="another version of ckptkit wrote this record") as refused:
                 ckptkit.cp(source, output.url, overwrite=True)
-            assert output.files() == kept
-            old = json.dumps({"plan": "another", "started": "now", "host": "there"})  # as older versions wrote it
-            output.put(f"{_FOLDER}/{CLAIM}", old.encode())
+            assert str(refused.value.path) == f"{output.url}/{CLAIM}"
+            assert output.files() == {**kept, CLAIM: old}
+
+    def test_an_upload_that_ended_before_it_deleted_replaced_files_deletes_them_later(
+        self, output: Output, source: Path, tmp_path: Path
+    ) -> None:
+        ckptkit.reshard(source, tmp_path / "ckpt-5", to=3)
+        ckptkit.cp(tmp_path / "ckpt-5", output.url)
+        kind = import_object(capabilities_at(to_destination(output.url)).destination)
+        with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kind, "_delete_claimed", interrupt)
+            ckptkit.cp(source, output.url, overwrite=True)
+        assert output.files().items() >= files_in(tmp_path / "ckpt-5").items()
+        ckptkit.cp(source, output.url, overwrite=True)
+        assert output.files() == files_in(source)
 
     @pytest.mark.parametrize(
         ("convert", "to"), [(ckptkit.reshard, 2), (ckptkit.convert, "dcp")], ids=["reshard", "convert"]

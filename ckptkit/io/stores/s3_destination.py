@@ -225,11 +225,8 @@ class S3Destination(StoreOutput):
         existing = self._existing_file_sizes()
         if existing and not overwrite:
             raise destination_exists_error(self.path)
-        if begun and begun.files:
-            self._claimed = begun.files
-        else:  # delete the marks first, so that no reader sees a checkpoint with missing files
-            first = check() if existing else ()
-            self._claimed = dict.fromkeys((*first, *self._planned_files, *existing))
+        # delete the marks first, so that no reader sees a checkpoint with missing files
+        self._claimed = begun.files if begun else self._files_to_claim(check() if existing else (), existing)
         if not self.resumed:
             self._create_claim()
         # the claim exists, so a store with conditional writes refuses another one

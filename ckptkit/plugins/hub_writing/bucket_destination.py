@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -110,28 +110,27 @@ class HubBucketDestination(XetDestination):
             if is_private_bucket(self._id) is None:
                 create_bucket(self._id)
             existing = set(self._list_files())
-            resumed_files: tuple[str, ...] = ()
             drop_cached_listing(self.path)
             path = self._upload_target.claim_path
             previous = self._upload_target.parse_claim(read_small(path, LIMIT)) if path.exists() else None
-            if previous is not None and previous.plan == self.plan:
-                existing, resumed_files = set(), previous.files
-            elif previous is not None:
+            if previous is not None and previous.plan != self.plan:
                 if not overwrite:
                     raise self._upload_target.claimed_error(previous)
-                self._delete_files(existing.intersection(previous.files), first=())
+                self._delete_claimed(previous.files, existing)
                 self._apply_operations([{"type": "deleteFile", "path": self._upload_target.claim_key}])
                 existing.difference_update(previous.files)
-            if existing and not overwrite:
+                previous = None
+            if previous is None and existing and not overwrite:
                 raise destination_exists_error(self.path)
-            first = check() if existing else ()
-            claim = StoreClaim.begin(self.plan, [*resumed_files, *first, *self._planned_files, *existing])
+            claimed = previous.files if previous else self._files_to_claim(check() if existing else (), existing)
+            claim = StoreClaim.begin(self.plan, claimed)
             self._files = XetFiles(self.path, request_xet_access(BUCKET, self._id))
             self._files.put_small_file(CLAIM, claim.to_bytes())
             self._claim = self._files.sent.pop(CLAIM)
             self._files.sent_bytes = 0  # the claim is not data of the checkpoint
             self._apply_operations([add_file_operation(self._upload_target.claim_key, self._claim)])
-            self._delete_files(existing, first)
+            # after an interrupted attempt these are older files, or files that are sent again
+            self._delete_claimed(claimed, existing)
             self._quiet = quiet.pop_all()
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
@@ -158,10 +157,9 @@ class HubBucketDestination(XetDestination):
     def remarks_on_upload(self) -> list[str]:
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
 
-    def _delete_files(self, existing: set[str], first: Iterable[str]) -> None:
-        """Delete files: first those in `first` and the markers, then all others."""
-        marks = existing.intersection((*first, *self.marks))
-        for names in (marks, existing - marks):
+    def _delete_claimed(self, claimed: Sequence[str], existing: Container[str]) -> None:
+        """Delete the existing files of a claim: the marks first, so that no reader sees a checkpoint."""
+        for names in self._in_deletion_order(claimed, existing):
             keys = map(self._upload_target.object_key, sorted(names))
             self._apply_operations([{"type": "deleteFile", "path": key} for key in keys])
 

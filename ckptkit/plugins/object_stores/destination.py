@@ -8,7 +8,7 @@ send, so ckptkit compares sizes. Notes next to the claim record for a later atte
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, NoReturn
@@ -69,7 +69,7 @@ class ObjectDestination(StoreOutput):
         if previous is not None:
             if not overwrite:
                 raise self._upload_target.claimed_error(previous[0])
-            self._delete_in_order(self._existing_files().keys() & previous[0].files, ())
+            self._delete_claimed(previous[0].files, self._existing_files())
             self._delete_notes_and_claim()
         self._start_new_upload(overwrite=overwrite, check=check)
 
@@ -151,14 +151,14 @@ class ObjectDestination(StoreOutput):
         existing = self._existing_files()
         if existing and not overwrite:
             raise destination_exists_error(self.path)
-        first = list(check()) if existing else []
-        claim = StoreClaim.begin(self.plan, [*first, *self._planned_files, *existing], owner=self._owner)
+        claimed = self._files_to_claim(check() if existing else (), existing)
+        claim = StoreClaim.begin(self.plan, claimed, owner=self._owner)
         if not self._bucket.try_put_object(self._upload_target.claim_key, claim.to_bytes()):
             previous = self._read_claim()
             # our own claim may exist: the response to a first request was lost
             if previous is None or previous[0].owner != self._owner:
                 raise self._upload_target.taken_meanwhile_error()
-        self._delete_in_order(existing, first)
+        self._delete_claimed(claimed, existing)
 
     def _take_over_upload(self, previous: StoreClaim, expected_version: UpdateVersion) -> None:
         """Resume an upload and take over its claim. A process that still works on it loses the claim."""
@@ -177,13 +177,14 @@ class ObjectDestination(StoreOutput):
             if sent is not None and existing[name] == (sent.nbytes, sent.tag):
                 self.whole[name] = sent
                 self._sent[name] = sent.nbytes
-        self._delete_in_order({}, [name for name in self.marks if name in large and name not in self.whole])
+        # the other files are older, if the earlier attempt ended while it deleted them, or are sent again
+        self._delete_claimed(previous.files, existing.keys() - self.whole.keys())
 
-    def _delete_in_order(self, existing: Collection[str], first: Iterable[str]) -> None:
-        """Delete files: first those in `first`, then the markers, then all others."""
-        for name in dict.fromkeys((*first, *(name for name in self.marks if name in existing))):
-            self._bucket.delete_objects([self._upload_target.object_key(name)])
-        self._bucket.delete_objects([self._upload_target.object_key(name) for name in existing])
+    def _delete_claimed(self, claimed: Sequence[str], existing: Container[str]) -> None:
+        """Delete the existing files of a claim: the marks first, one by one, so that no reader sees a checkpoint."""
+        first, rest = self._in_deletion_order(claimed, existing)
+        for names in (*([name] for name in first), rest):
+            self._bucket.delete_objects([self._upload_target.object_key(name) for name in names])
 
     def _write_piece(self, piece: FilePiece, data: memoryview) -> None:
         """Add the next byte range to the stream of its file. A marker stays invisible until `finish_file`."""

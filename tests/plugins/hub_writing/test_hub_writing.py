@@ -397,6 +397,16 @@ def test_overwrite_in_a_bucket(hub: Hub, tmp_path: Path) -> None:
     first, second = bucket.batches[before : before + 2]
     assert first == [f"run/ckpt-5/{CLAIM}"]
     assert {"run/ckpt-5/config.json", "run/ckpt-5/model.safetensors.index.json"} == set(second)
+    hub.fail("POST .*/batch", skip=1, status=403)  # the claim is there, and no file has been deleted
+    with pytest.raises(IOFailure, match="403"):
+        ckptkit.cp(old, url, overwrite=True)
+    ckptkit.cp(old, url)
+    assert in_bucket(hub) == files_in(old)
+    hub.fail("POST .*/batch", skip=1, status=403)
+    with pytest.raises(IOFailure, match="403"):
+        ckptkit.cp(new, url, overwrite=True)
+    ckptkit.cp(new, url)
+    assert in_bucket(hub) == files_in(new)
     bucket.files["run/ckpt-5/mine.png"] = bucket.files["run/ckpt-5/config.json"]
     with pytest.raises(Occupied, match=r"does not know: mine\.png"):
         ckptkit.cp(old, url, overwrite=True)
