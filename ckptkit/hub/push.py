@@ -61,7 +61,7 @@ from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.version import __version__
 from ckptkit.words import command_line, count, format_bytes
 
-_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
+_ID = re.compile(r"(?!(datasets|spaces|buckets)/)\w[\w.-]*/\w[\w.-]*", re.ASCII)  # of a model
 _DAMAGED = "push it again; if that does not help, remove the file on the Hub first"
 _OF_TRAINING = (
     *("optimizer*", "optim.*", "scheduler.*", "scheduler_*.bin", "scaler.*", "sampler*.bin", "dl_state_dict*"),
@@ -83,7 +83,7 @@ def parse_repository_address(address: str, revision: str | None = None) -> tuple
     typed = address.removeprefix("hf://")
     if not _ID.fullmatch(typed.partition("@")[0]):
         hint = "write it like org/model, or org/model@revision"
-        raise Usage(f"expected a repository like org/model, found `{address}`", hint=hint)
+        raise Usage(f"expected a model repository like org/model, found `{address}`", hint=hint)
     _, *parts = to_uncached_path(f"hf://{typed}").parts
     _, repo_id, named = parse_repository_path("/".join(parts[:2]))
     if parts[2:]:

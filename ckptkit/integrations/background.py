@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.replaceable import check_replaceable
+from ckptkit.checkpoints.replaceable import check_replaceable, files_in_manifest
 from ckptkit.errors import IOFailure, names_and_more, warn
 from ckptkit.hub.cp import cp
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
@@ -249,9 +249,13 @@ def discard(stage: Stage, path: Path) -> None:
 
 
 def delete_manifests(directory: Path) -> None:
-    """Delete the manifests of an earlier save: they do not describe the files that the library itself writes now."""
+    """Delete the manifests of an earlier save: they do not describe the files that the library itself writes now.
+
+    A subdirectory with a model that ckptkit converted keeps its manifest: it is not of that save.
+    """
     for file in (*directory.glob(MANIFEST), *directory.glob(f"*/{MANIFEST}")):
-        file.unlink()
+        if file.parent == directory or not files_in_manifest(file.parent, only_if_converted=True):
+            file.unlink()
 
 
 @contextmanager

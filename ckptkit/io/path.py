@@ -200,13 +200,7 @@ def to_uncached_path(typed: str | os.PathLike[str]) -> Path:
     if typed == "":
         raise Usage("the path is empty", hint="pass . for the current directory")
     if not (isinstance(typed, str) and _URL.match(typed)):
-        path = typed if isinstance(typed, Path) else Path(typed)
-        scheme, colon, rest = (path.parts[0] if path.parts else "").partition(":")
-        if colon and not is_remote(path) and scheme.lower() in STORES:
-            url = f"{scheme.lower()}://{'/'.join(filter(None, (rest, *path.parts[1:])))}"
-            hint = f"pass the text {url}, not a Path" if isinstance(typed, Path) else f"write {url}"
-            raise Usage(f"`{typed}` is not a URL", hint=hint)
-        return path
+        return require_no_url(typed)
     scheme, _, rest = typed.partition("://")
     scheme = scheme.lower()
     if scheme in ("file", "local"):
@@ -226,6 +220,19 @@ def to_uncached_path(typed: str | os.PathLike[str]) -> Path:
         hint = "write it like s3://bucket/run/ckpt-5 or hf://org/name"
         raise Usage(f"`{typed}` cannot be the location of a checkpoint", hint=hint)
     return path
+
+
+def require_no_url(typed: str | os.PathLike[str]) -> Path:
+    """Return the path. Raises `Usage` if it is like a URL without its two slashes; `./s3:/x` is a local path."""
+    path = typed if isinstance(typed, Path) else Path(typed)
+    scheme, colon, rest = (path.parts[0] if path.parts else "").partition(":")
+    if not colon or is_remote(path) or scheme.lower() not in STORES:
+        return path
+    if isinstance(typed, str) and typed.startswith("./"):
+        return path.absolute()  # the relative path would be like a URL again
+    url = f"{scheme.lower()}://{'/'.join(filter(None, (rest, *path.parts[1:])))}"
+    hint = f"pass the text {url}, not a Path" if isinstance(typed, Path) else f"write {url}"
+    raise Usage(f"`{typed}` is not a URL", hint=hint)
 
 
 def to_local_path(typed: str | os.PathLike[str]) -> Path:

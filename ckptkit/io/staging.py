@@ -5,6 +5,7 @@ At every moment the destination is absent, old and complete, or new and complete
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,18 +36,22 @@ _PATIENCE = 60.0  # seconds that a `part` waits for the lock of a process with a
 
 
 @contextmanager
-def errors_naming_destination(path: Path, *, is_file: bool = False) -> Iterator[None]:
-    """Make errors name the destination, as it was typed, instead of the hidden directory that is renamed to it.
+def errors_naming_destination(path: Path, *, inside: str = "", is_file: bool = False) -> Iterator[None]:
+    """Make errors name the destination, as it was typed, instead of the hidden directory beside it.
 
-    With `is_file`, the destination is the only file of that directory.
+    The output is written to the directory `inside` of the hidden directory that is renamed to the destination. With
+    `is_file`, the destination is the only file of that directory.
     """
     try:
-        yield
+        with translate_os_errors(path):
+            yield
     except CkptError as error:
-        for place in (staging_path(path.absolute()), path.absolute()):
+        staging = staging_path(path.absolute())
+        for place in (staging / inside, staging, path.absolute()):
             if error.path is not None and error.path.is_relative_to(place):
-                inside = error.path.relative_to(place)
-                error.path = path if is_file or inside.parts[:1] == (WORK,) else path / inside
+                name = error.path.relative_to(place)
+                error.path = path if is_file or name.parts[:1] == (WORK,) else path / name
+                break
         raise
 
 
@@ -146,6 +151,10 @@ class Stage:
                     raise
             except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
                 error.filename = os.fspath(self.dst.parent)  # the user does not know our lock
+                raise
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    error.filename = os.fspath(self.dst)
                 raise
 
     def unlock_for_other_parts(self) -> None:

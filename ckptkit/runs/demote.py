@@ -84,7 +84,7 @@ def demote(checkpoint: Path, *, saved_at: float, jobs: int | None = None, progre
     plan_demotion(checkpoint)
     stage = Stage(checkpoint, overwrite=True)
     try:
-        with errors_naming_destination(checkpoint):
+        with errors_naming_destination(checkpoint, inside=_MODEL):
             model = stage.open().path / _MODEL
             dtypes = dtype_rules_to_bfloat16(Checkpoint.open(checkpoint).weights.layout)
             advance = None if progress is None else lambda nbytes, _total: progress(nbytes)

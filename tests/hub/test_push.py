@@ -347,9 +347,11 @@ def test_errors_of_the_way(hub: Hub, model: Path, environment: dict[str, str], s
     assert not hub.repositories
 
 
-@pytest.mark.parametrize("place", ["tiny", "../../x", "org/../x", "https://huggingface.co/org/tiny", "org/tiny/x", ""])
+@pytest.mark.parametrize(
+    "place", ["tiny", "../../x", "org/../x", "https://huggingface.co/org/tiny", "org/tiny/x", "spaces/x", ""]
+)
 def test_what_is_no_repository(model: Path, place: str) -> None:
-    with pytest.raises(Usage):
+    with pytest.raises(Usage, match="expected a model repository like org/model, found"):
         push(model, place)
 
 

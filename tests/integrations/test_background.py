@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.checks.verify import verify
+from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import CkptError, IOFailure
-from ckptkit.integrations.background import BackgroundSaver
+from ckptkit.integrations.background import BackgroundSaver, delete_manifests
 from ckptkit.storage.ranks import Ranks
+from tests import producers
+from tests.conftest import Produce
 from tests.producers import spawn
 
 
@@ -50,6 +56,18 @@ def _fail_together(home: Path) -> None:
 def test_an_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     spawn(2, _fail_together, tmp_path, timeout=60)
     assert [path.name for path in tmp_path.iterdir()] == ["called"]
+
+
+def test_the_manifest_of_an_export_inside_stays(produce: Produce, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(produce(producers.accelerate).root, checkpoint)
+    written = {part.path / MANIFEST for part in make_manifest(checkpoint)}
+    (checkpoint / MANIFEST).touch()
+    consolidate(checkpoint, tmp_path / "export")
+    (tmp_path / "export").rename(checkpoint / "export")
+    assert written
+    delete_manifests(checkpoint)
+    assert {*checkpoint.rglob(MANIFEST)} == {checkpoint / "export" / MANIFEST}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

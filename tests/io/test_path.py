@@ -109,6 +109,8 @@ def test_a_url_without_its_slashes_is_no_local_path(scheme: str, rest: str) -> N
             read(f"{scheme}:{rest}")
         assert refused.value.hint == f"write {scheme.lower()}://bucket/run"
     assert to_path(f"./{scheme}x:/run") == Path(f"{scheme}x:/run")
+    local = to_path(f"./{scheme}:{rest}")
+    assert to_path(local) == local == Path(f"{scheme}:{rest}").absolute()
 
 
 def test_a_url_in_a_plain_path_is_refused() -> None:

@@ -242,6 +242,12 @@ def test_a_destination_below_a_dangling_link_names_it(tmp_path: Path) -> None:
     assert (raised.value.path, raised.value.hint) == (tmp_path / "link", "create nowhere, or remove the link")
 
 
+def test_a_name_that_is_too_long_for_our_hidden_files_is_named_itself(tmp_path: Path) -> None:
+    with pytest.raises(IOFailure, match="file name too long") as raised:
+        make(tmp_path / ("x" * 245), b"new")
+    assert raised.value.path == tmp_path / ("x" * 245)
+
+
 def test_files_are_created_at_their_size(tmp_path: Path) -> None:
     create_file(tmp_path / "a", 100, [(0, b"head")])
     assert (tmp_path / "a").read_bytes() == b"head" + bytes(96)

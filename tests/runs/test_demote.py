@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ckptkit import consolidate, list_run, prune, verify
-from ckptkit.errors import Corrupt, NotACheckpoint
+from ckptkit.errors import Corrupt, NoRoom, NotACheckpoint
 from ckptkit.runs.prune import Pruned
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.resume import find_resume_candidates
@@ -188,6 +189,19 @@ def test_what_does_not_read_as_it_was_written_is_not_shown(tmp_path: Path, monke
     with pytest.raises(Corrupt, match="CRC-32"):
         demote(tmp_path)
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_a_full_disk_is_said_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path, "sharded")
+
+    def fail(fd: int, _offset: int, _length: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(NoRoom) as full:
+        demote(tmp_path)
+    assert full.value.path == tmp_path / "ckpt-1" / "model.safetensors"
 
 
 @pytest.mark.parametrize("form", FORMS)
