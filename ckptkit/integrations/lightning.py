@@ -75,12 +75,16 @@ class CkptkitIO(TorchCheckpointIO):
             raise Usage("storage options are not supported")
         if FORM in checkpoint:
             raise Usage(f"expected another name than `{FORM}`, which ckptkit uses itself")
-        directory = to_destination(path)
         if isinstance(find_calling_strategy(), FSDPStrategy | ModelParallelStrategy):
+            try:
+                file = to_destination(path)
+            except Usage as error:  # these strategies make a `Path` of a URL
+                raise full_model_in_store_error(Path(path)) from error
             words = "wrote one file as Lightning does, without checksums, because this strategy loads only such a file"
-            warn(f"{directory} is {words}")
-            super().save_checkpoint(checkpoint, directory)
+            warn(f"{file} is {words}")
+            super().save_checkpoint(checkpoint, file)
             return
+        directory = to_destination(path)
         tensors: list[tuple[KeyPath, Tensor]] = []
         form = {key: replace_tensors_with_paths(value, (key,), tensors) for key, value in checkpoint.items()}
         top_level = {path[0] for path, _ in tensors}
@@ -158,8 +162,7 @@ class _SavesInBackground(ParallelStrategy):
         weights = checkpoint.get("state_dict", {}).values()
         if storage_options is not None or not any(isinstance(one, DTensor | ShardedTensor) for one in weights):
             if is_remote(path):
-                hint = "save shards, or save to a local directory"
-                raise Unsupported("Lightning itself saves a full model, and only locally", path=path, hint=hint)
+                raise full_model_in_store_error(path)
             save(checkpoint, filepath, storage_options)
             return
         save_in_background(self._saver, path, lambda folder: save(checkpoint, folder))
@@ -198,6 +201,11 @@ class BackgroundModelParallelStrategy(_SavesInBackground, ModelParallelStrategy)
 
 class BackgroundFSDPStrategy(_SavesInBackground, FSDPStrategy):
     """The same for Lightning's FSDPStrategy (FSDP1) with `state_dict_type="sharded"`."""
+
+
+def full_model_in_store_error(path: Path) -> Unsupported:
+    hint = "save shards with BackgroundModelParallelStrategy or BackgroundFSDPStrategy, or save to a local directory"
+    return Unsupported("Lightning itself saves a full model, and only locally", path=path, hint=hint)
 
 
 def save_in_background(saver: BackgroundSaver, path: Path, write: Callable[[Path], object]) -> None:

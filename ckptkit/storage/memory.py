@@ -22,6 +22,22 @@ def require_known_dtype(dtype: torch.dtype, name: str) -> DType:
     return known
 
 
+def require_bytes_of_its_own(tensor: Tensor, name: str) -> None:
+    """Raise `Unsupported`, for tensor `name`, unless each element of a tensor has its own bytes in memory."""
+    if tensor.layout != torch.strided:
+        message, hint = (
+            f"cannot load into a tensor of layout {tensor.layout}",
+            "load into a dense tensor, and convert it",
+        )
+    elif tensor.is_conj() or tensor.is_neg():
+        message, hint = "cannot load into a conjugate or negative view", "pass `tensor.resolve_conj().resolve_neg()`"
+    elif tensor.numel() > 1 and any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        message, hint = "cannot load into an expanded tensor, whose elements share memory", "pass `tensor.clone()`"
+    else:
+        return
+    raise Unsupported(message, tensor=name, hint=hint)
+
+
 class Buffers(dict[torch.device, Tensor]):
     """A buffer of one block on the CPU for each device, created on first use, for copies to or from its tensors."""
 

@@ -33,7 +33,7 @@ from ckptkit.engine.blocks import blocks_of_target
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.visit import Worker
-from ckptkit.errors import CkptError, Unsupported, Usage, errors_at
+from ckptkit.errors import CkptError, Usage, errors_at
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.io.path import to_path
 from ckptkit.layout import OWN, Chunk, KeyPath, Layout, Spec, StoredTensor, edits
@@ -48,6 +48,7 @@ from ckptkit.storage.memory import (
     Buffers,
     is_row_major_on_cpu,
     memory_of_tensor,
+    require_bytes_of_its_own,
     require_known_dtype,
     view_of_box,
 )
@@ -340,8 +341,14 @@ def tensor_items_by_offset(layout: Layout, plan: Iterable[ReadItem]) -> list[Rea
 
 
 def resolve_tensors(items: Iterable[ReadItem], planner: LoadPlanner) -> Resolved:
-    """Return the items, and the tensors that the planner provides for them."""
-    return {f"{i:08d}": (item, planner.resolve_tensor(item).detach()) for i, item in enumerate(items)}
+    """Return the items, and the tensors that the planner provides for them.
+
+    Raises `Unsupported` for a tensor that bytes cannot be read into.
+    """
+    resolved = {f"{i:08d}": (item, planner.resolve_tensor(item).detach()) for i, item in enumerate(items)}
+    for item, tensor in resolved.values():
+        require_bytes_of_its_own(tensor, item.storage_index.fqn)
+    return resolved
 
 
 def specs_and_targets_of(layout: Layout, resolved: Resolved) -> Iterator[tuple[str, Spec, Tensor]]:
@@ -408,9 +415,6 @@ def read_targets(plan: Plan, tensors: Mapping[str, Tensor], ledger: Ledger | Non
     with Worker(plan, sources.is_awaiting_comparison) as worker:
         for target in plan.targets:
             tensor = tensors[target.chunk.path]
-            if tensor.is_conj() or tensor.is_neg():  # its elements differ from the bytes in its memory
-                hint = "pass `tensor.resolve_conj().resolve_neg()`"
-                raise Unsupported("cannot load into a conjugate or negative view", tensor=target.name, hint=hint)
             is_direct = is_row_major_on_cpu(tensor)
             out = memory_of_tensor(tensor if is_direct else buffers[tensor.device])
             for block in blocks_of_target(plan, target):

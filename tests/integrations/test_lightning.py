@@ -205,6 +205,17 @@ def test_a_training_in_the_foreground_saves_to_a_store_and_resumes_from_it(place
     assert saved.endswith("-step=6.ckpt")
 
 
+def test_a_whole_model_of_a_strategy_that_shards_is_not_saved_to_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from ckptkit.integrations.lightning import CkptkitIO
+
+    monkeypatch.setattr("ckptkit.integrations.lightning.find_calling_strategy", ModelParallelStrategy)
+    with pytest.raises(Unsupported, match="Lightning itself saves a full model, and only locally") as raised:
+        CkptkitIO().save_checkpoint({}, Path("s3://bucket/run/x.ckpt"))  # as the strategy passes it
+    assert "BackgroundModelParallelStrategy" in (raised.value.hint or "")
+
+
 def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
     from ckptkit.integrations.lightning import CkptkitIO
     from tests.producers import save_alone

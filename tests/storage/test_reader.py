@@ -205,3 +205,24 @@ def test_a_model_under_any_wrapper_is_loaded(ranks: int, tmp_path: Path) -> None
     launch(partial(load_under_wrappers, paths), ranks, heard.append)
     assert [what for what in heard if what[1]] == []
     assert len(heard) == 2 * ranks * len(WRAPPERS[ranks])
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (torch.zeros(3, 2).to_sparse(), "layout torch.sparse_coo"),
+        (torch.zeros(2).expand(3, 2), "an expanded tensor, whose elements share memory"),
+    ],
+    ids=["sparse", "expanded"],
+)
+def test_a_tensor_without_bytes_of_its_own_is_refused_by_name(tmp_path: Path, place: torch.Tensor, words: str) -> None:
+    path = write_hf(tmp_path / "hf", {"a.b": counted(3, 2), "c": counted(2)})
+    ours = torch.ones(2)
+    with pytest.raises(CheckpointException) as raised:
+        dcp.load({"a.b": place, "c": ours}, storage_reader=Reader(path))
+    error = cause_of(raised)
+    assert isinstance(error, Unsupported)
+    assert (error.path, error.tensor) == (path, "a.b")
+    assert error.message.startswith("cannot load into ")
+    assert error.message.endswith(words)
+    assert torch.equal(ours, torch.ones(2))
