@@ -10,9 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.io.destination import to_destination
@@ -120,15 +117,10 @@ def train_rank(config: TrainConfig, place: RankPlace, report: Report) -> None:
 
 def take_steps(config: TrainConfig, trainer: Trainer, run: Run, stop_signal: DeferredSignal) -> Iterator[StepMetrics]:
     """Yield each step until the last, or until any rank got a stop signal; save checkpoints when due."""
-    stop = False
-    while trainer.progress.step < config.steps and not stop:
-        step = trainer.step()
-        # a collective: all ranks stop after the same step
-        received = torch.tensor(stop_signal.is_received, dtype=torch.int32, device=trainer.device)
-        dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        stop = bool(received)
+    while trainer.progress.step < config.steps and not trainer.must_stop:
+        step = trainer.step(lambda: stop_signal.is_received)
         is_due = step.step == config.steps or (config.save_every and step.step % config.save_every == 0)
-        if stop or is_due:
+        if trainer.must_stop or is_due:
             saved = trainer.save(run, **{name: getattr(step, name) for name in SAVED_METRICS})
             step = replace(step, checkpoint=str(saved))
         yield step

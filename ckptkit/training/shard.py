@@ -123,12 +123,12 @@ class Fsdp1:
             raise Usage(message, hint="pass --wrap block, or an untied model")
         return partial(size_based_auto_wrap_policy, min_num_params=self.config.wrap_parameters)
 
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip gradients to a norm, and return the norm before clipping.
 
         Uses FSDP1's method: `torch.nn.utils.clip_grad_norm_` would see only the shards of this rank.
         """
-        return float(cast(FullyShardedDataParallel, model).clip_grad_norm_(max_norm))
+        return cast(FullyShardedDataParallel, model).clip_grad_norm_(max_norm)
 
     def accumulating_gradients(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context for all micro-batches but the last.
@@ -183,10 +183,10 @@ class Fsdp2:
         initialize_model(blueprint, model, self.seed)
         return model
 
-    def clip_gradients(self, model: nn.Module, max_norm: float) -> float:
+    def clip_gradients(self, model: nn.Module, max_norm: float) -> torch.Tensor:
         """Clip gradients to a norm, and return the norm before clipping; a collective."""
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
     def accumulating_gradients(self, model: nn.Module) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.data.corpus import Corpus, indices_of_rank
+from ckptkit.training.data.corpus import Batch, Corpus, indices_of_rank
 from ckptkit.training.metrics import StepMetrics, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.saving.run import Run
@@ -82,6 +83,7 @@ class Trainer:
         # Compiled, it never stores the logits of the batch in fp32, which are the largest tensor of a step.
         self._sum_losses = torch.compile(sum_losses) if config.compile else sum_losses
         self.progress = Progress(config.seed, corpus.length, corpus.checksum)
+        self.must_stop = False
         peak = peak_flops(mesh.device_type, param_dtype(config, mesh.device_type))
         self._peak = peak and peak * self.world_size
         self._flops_per_token = flops_per_token(
@@ -92,16 +94,31 @@ class Trainer:
             frozen=self.sharded.frozen,
         )
 
-    def step(self) -> StepMetrics:
-        """Take one step. Raises `CkptError`, with unchanged weights, if the loss or the gradient norm is not finite."""
+    def step(self, has_stop_signal: Callable[[], bool] = lambda: False) -> StepMetrics:
+        """Take one step, after which `must_stop` is whether any rank had a stop signal.
+
+        Raises `CkptError`, with unchanged weights, if the loss or the gradient norm is not finite.
+        """
         started = time.perf_counter()
         progress = self.progress
         torch.manual_seed(derive_seed(progress.seed, progress.step, self.rank))  # for dropout
-        loss, local_loss, tokens = self._accumulate_gradients()
+        batches = self._next_batches()
+        local_tokens = sum(batch.loss_token_count for batch in batches)
+        tokens = torch.full((), local_tokens, device=self.device)  # a copy from the CPU would wait for the device
+        dist.all_reduce(tokens)
+        local_sum = self._accumulate_gradients(batches, tokens)
+        sums = torch.stack([local_sum, torch.full_like(local_sum, has_stop_signal())])
+        dist.all_reduce(sums)
         norm = self.sharded.sharding.clip_gradients(self.model, self.config.clip)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        # the only wait for the device in a step: the optimizer still runs while the next step is prepared
+        numbers = torch.stack([local_sum, *sums, *(number.to(sums) for number in (norm, tokens))]).tolist()
+        local_loss, loss, stop_signals, grad_norm, token_count = numbers
+        local_loss /= max(1, local_tokens)
+        loss /= max(1, token_count)
+        self.must_stop = stop_signals > 0
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise CkptError(
-                f"step {progress.step + 1}: the loss is {loss} and the gradient norm {norm}; the run stops here",
+                f"step {progress.step + 1}: the loss is {loss} and the gradient norm {grad_norm}; the run stops here",
                 path=self.config.run,
                 hint="resume from the latest checkpoint with a lower --lr or a longer --warmup",
             )
@@ -111,14 +128,14 @@ class Trainer:
         self.scheduler.step()
         progress.step += 1
         progress.sequences += self.config.batch_size
-        progress.tokens += tokens
+        progress.tokens += int(token_count)
         allocated, reserved = peak_memory(self.device.type)
-        per_second = tokens / (time.perf_counter() - started)
+        per_second = token_count / (time.perf_counter() - started)
         return StepMetrics(
             step=progress.step,
             loss=loss,
             local_loss=local_loss,
-            grad_norm=norm,
+            grad_norm=grad_norm,
             lr=lr,
             tokens=progress.tokens,
             tokens_per_second=per_second,
@@ -166,23 +183,22 @@ class Trainer:
             group["lr"] = self.config.lr * factor(self.progress.step)
             group["weight_decay"] = decay
 
-    def _accumulate_gradients(self) -> tuple[float, float, int]:
-        """Accumulate the gradients of this rank's share of the next global batch.
-
-        Returns the mean loss per token over all ranks and on this rank, and the number of tokens on all ranks.
-        """
-        # every rank has the same number of micro-batches
+    def _next_batches(self) -> list[Batch]:
+        """Return this rank's micro-batches of the next global batch; every rank has the same number of them."""
         start, size = self.progress.sequences, self.config.batch_size
         mine = indices_of_rank(range(start, start + size), self.rank, self.world_size)
         largest = math.ceil(size / self.world_size)
         parts = math.ceil(largest / (self.config.micro_batch_size or largest))
-        batches = [self.corpus.batch_at(indices_of_rank(mine, part, parts)) for part in range(parts)]
-        local_tokens = sum(batch.loss_token_count for batch in batches)
-        tokens = torch.tensor(local_tokens, device=self.device)
-        dist.all_reduce(tokens)
+        return [self.corpus.batch_at(indices_of_rank(mine, part, parts)) for part in range(parts)]
+
+    def _accumulate_gradients(self, batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        """Accumulate the gradients of the mean loss per token; `tokens` is their number on all ranks.
+
+        Returns the sum of the losses on this rank, in double precision.
+        """
         # A mean per rank would give tokens of a short batch more weight. FSDP averages over ranks: undo that.
         scale = self.world_size / tokens.clamp(min=1)
-        losses = torch.zeros(2, dtype=torch.float64, device=self.device)
+        losses = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             with nullcontext() if batch is batches[-1] else self.sharded.sharding.accumulating_gradients(self.model):
                 moved = batch.to(self.device)
@@ -192,10 +208,7 @@ class Trainer:
                 )
                 (loss * scale).backward()  # type: ignore[no-untyped-call]
             losses += loss.detach()
-        dist.all_reduce(losses[:1])
-        total, local = losses.tolist()
-        count = int(tokens)
-        return total / max(1, count), local / max(1, local_tokens), count
+        return losses
 
 
 def sum_losses(logits: Tensor, targets: Tensor) -> Tensor:

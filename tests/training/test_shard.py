@@ -94,7 +94,7 @@ def learn(config: TrainConfig, sharded: ShardedModel, place: RankPlace) -> Itera
                 loss = loss_of(model, part) / len(parts)
                 loss.backward()
                 total += float(loss.detach())
-        norm = sharded.sharding.clip_gradients(model, LIMIT)
+        norm = float(sharded.sharding.clip_gradients(model, LIMIT))
         optimizer.step()
         optimizer.zero_grad()
         yield total, norm

@@ -246,7 +246,7 @@ def learn(roots: dict[str, Path], place: RankPlace, report: Report) -> None:
                 sharded = build_sharded_model(config, blueprint, mesh, config.seed)
                 loss = loss_of(blueprint, sharded.model, slice(2 * place.rank, 2 * place.rank + 2))
                 loss.backward()
-                report((name, way, float(loss.detach()), sharded.sharding.clip_gradients(sharded.model, 1.0)))
+                report((name, way, float(loss.detach()), float(sharded.sharding.clip_gradients(sharded.model, 1.0))))
 
 
 def test_sharded_models_start_and_learn_as_whole_ones(tmp_path: Path) -> None:
