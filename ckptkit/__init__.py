@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from ckptkit.conversion.convert import convert as convert
     from ckptkit.conversion.convert import reshard as reshard
     from ckptkit.conversion.finalize import finalize as finalize
-    from ckptkit.diagnosis.doctor import Diagnosis as Diagnosis
-    from ckptkit.diagnosis.doctor import doctor as doctor
-    from ckptkit.diagnosis.explain import explain as explain
-    from ckptkit.diagnosis.finding import Finding as Finding
     from ckptkit.errors import CkptError as CkptError
     from ckptkit.hub.cp import CopiedFiles as CopiedFiles
     from ckptkit.hub.cp import cp as cp
@@ -50,6 +46,10 @@ if TYPE_CHECKING:
     from ckptkit.plugins.deltas.open_delta import InspectedDelta as InspectedDelta
     from ckptkit.plugins.deltas.open_delta import inspect_delta as inspect_delta
     from ckptkit.plugins.deltas.verify_delta import verify_delta as verify_delta
+    from ckptkit.plugins.doctor.doctor import Diagnosis as Diagnosis
+    from ckptkit.plugins.doctor.doctor import doctor as doctor
+    from ckptkit.plugins.doctor.explain import explain as explain
+    from ckptkit.plugins.doctor.finding import Finding as Finding
     from ckptkit.plugins.estimate.estimate import Estimated as Estimated
     from ckptkit.plugins.estimate.estimate import estimate as estimate
     from ckptkit.plugins.prove.prove import Proved as Proved
@@ -88,9 +88,6 @@ _HOMES = {
         "conversion.combine": "average merge",
         "conversion.convert": "consolidate convert reshard",
         "conversion.finalize": "finalize",
-        "diagnosis.doctor": "Diagnosis doctor",
-        "diagnosis.explain": "explain",
-        "diagnosis.finding": "Finding",
         "errors": "CkptError",
         "hub.cp": "CopiedFiles cp",
         "hub.pull": "pull Pulled",
@@ -100,6 +97,9 @@ _HOMES = {
         "plugins.deltas.delta": "delta WrittenDelta",
         "plugins.deltas.open_delta": "inspect_delta InspectedDelta",
         "plugins.deltas.verify_delta": "verify_delta",
+        "plugins.doctor.doctor": "Diagnosis doctor",
+        "plugins.doctor.explain": "explain",
+        "plugins.doctor.finding": "Finding",
         "plugins.estimate.estimate": "estimate Estimated",
         "plugins.prove.prove": "prove Proved",
         "plugins.report.report": "report Reported",

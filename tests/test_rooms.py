@@ -97,8 +97,8 @@ WRITTEN_BY: dict[str, set[str]] = {
     "integrations.accelerate": {"accelerate", "deepspeed", "megatron"},  # which save their own files
     "integrations.trainer": {"accelerate"},  # which saves for a Trainer
     "plugins.vllm*": {"vllm"},
-    "diagnosis.optimizer": {"megatron"},  # which keeps a map of groups
-    "diagnosis.explain": {"accelerate", "deepspeed", "verl"},  # whose words they are
+    "plugins.doctor.optimizer": {"megatron"},  # which keeps a map of groups
+    "plugins.doctor.explain": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 
 IDENTIFIERS = frozenset({"id", "attr", "arg", "name", "asname", "module"})  # fields of nodes

@@ -175,7 +175,7 @@ COMMANDS = PluginTable(
         "report": KnownCommand("Look", "ckptkit.plugins.report.command:report"),
         "verify": KnownCommand("Check and fix", "ckptkit.cli.verify:verify"),
         "manifest": KnownCommand("Check and fix", "ckptkit.cli.verify:manifest"),
-        "doctor": KnownCommand("Check and fix", "ckptkit.cli.doctor:doctor"),
+        "doctor": KnownCommand("Check and fix", "ckptkit.plugins.doctor.command:doctor"),
         "prove": KnownCommand("Check and fix", "ckptkit.plugins.prove.command:prove"),
         "ls": KnownCommand("Manage runs", "ckptkit.cli.ls:ls"),
         "pin": KnownCommand("Manage runs", "ckptkit.cli.prune:pin"),

@@ -16,7 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from ckptkit import consolidate, convert, doctor, finalize, ls, make_manifest, reshard, storage, verify
+import ckptkit
+from ckptkit import consolidate, convert, finalize, ls, make_manifest, reshard, storage, verify
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.checkpoints.manifest import NAME, FileSum, Manifest, read_manifest
 from ckptkit.checks.verify import Verified
@@ -297,7 +298,7 @@ def test_the_file_of_a_rank_is_one_problem(produce: Produce, tmp_path: Path, kin
     else:
         os.truncate(file, 1000)
     (problem,) = one(root).problems
-    (finding,) = doctor(root).findings
+    (finding,) = ckptkit.doctor(root).findings
     assert problem.tensor is finding.tensor is None
     assert finding.code == problem.code == ("incomplete" if how == "missing" else "corrupt")
     found = re.search(r"; (\d+) tensors are incomplete: (\S+), \S+, \S+, \.\.\.$", problem.message)
@@ -318,7 +319,7 @@ def test_a_missing_file_has_the_code_that_doctor_gives_it(produce: Produce, tmp_
         consolidate(made, root, max_shard_size=500)
         (root / "model-00002-of-00003.safetensors").unlink()
     assert {problem.code for problem in one(root).problems} == {"incomplete"}
-    assert {finding.code for finding in doctor(root).findings} == {"incomplete"}
+    assert {finding.code for finding in ckptkit.doctor(root).findings} == {"incomplete"}
     with pytest.raises(Incomplete) as raised:
         convert(root, tmp_path / "out", to="pt")
     assert (raised.value.code, raised.value.exit_code) == ("incomplete", 3)
@@ -328,7 +329,8 @@ def test_all_files_of_a_rank_are_named(produce: Produce, tmp_path: Path) -> None
     root = Path(shutil.copytree(produce(produced_ranks.three_ranks).root / "groups", tmp_path / "ckpt-3"))
     for kind in ("model", "optim"):
         (root / f"{kind}_world_size_3_rank_1.pt").unlink()
-    for messages in ([problem.message for problem in one(root).problems], [f.message for f in doctor(root).findings]):
+    findings = ckptkit.doctor(root).findings
+    for messages in ([problem.message for problem in one(root).problems], [finding.message for finding in findings]):
         assert len(messages) == 2
         assert "like `model_world_size_3_rank_0.pt` are missing, for rank 1; 13 tensors" in messages[0]
         assert "like `optim_world_size_3_rank_0.pt` are missing, for rank 1; 26 tensors" in messages[1]
@@ -344,7 +346,7 @@ def test_of_a_last_rank_only_the_tensors_tell(produce: Produce, tmp_path: Path) 
     problems = one(root).problems
     assert [problem.path for problem in problems] == files
     assert all("tensors lack the shard of rank 1: " in problem.message for problem in problems)
-    assert {finding.code for finding in doctor(root).findings} == {"incomplete"}
+    assert {finding.code for finding in ckptkit.doctor(root).findings} == {"incomplete"}
 
 
 def test_a_damaged_manifest_is_named(model: Path) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from ckptkit import reshard
 from tests import producers
 from tests.command import ckptkit
 from tests.conftest import Produce
-from tests.diagnosis.situations import lacks_a_rank
 from tests.producers import save_alone
 
 
@@ -43,6 +43,18 @@ def test_exit_codes_and_streams(produce: Produce, tmp_path: Path) -> None:
     assert "salvaged from a damaged checkpoint: 10 lost" in seen.stdout
     assert ckptkit("consolidate", root, tmp_path / "part", "--salvage", "--part", "1/2").returncode == 2
     assert ckptkit("consolidate", root, tmp_path / "alone", "--fill-from", made.root).returncode == 2
+
+
+def lacks_a_rank(root: Path) -> Path:
+    """`ckpt-9` as FSDP2 saves it, without the shard of one of four ranks; `whole` beside it has that."""
+    names = [f"layers.{number}.weight" for number in range(3)]
+    states = {name: {"step": torch.tensor(3.0), "exp_avg": torch.randn(8, 4)} for name in names}
+    state = {"model": {name: torch.randn(8, 4) for name in names}, "optim": {"state": states}}
+    save_alone(state, root / "one")
+    reshard(root / "one", root / "whole", to=4)
+    shutil.copytree(root / "whole", root / "run" / "ckpt-9")
+    (root / "run" / "ckpt-9" / "__2_0.distcp").unlink()
+    return root / "run" / "ckpt-9"
 
 
 def test_a_salvage_without_weights_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ckptkit import average, consolidate, convert, doctor, finalize
+import ckptkit
+from ckptkit import average, consolidate, convert, finalize
 from ckptkit.errors import Unsafe, Usage
 from ckptkit.models.predictors import with_present_mtp_layers
 from tests.models.names.tiny_models import make_model
@@ -84,12 +85,12 @@ def test_doctor_sees_layers_without_tensors(tmp_path: Path) -> None:
     train("qwen3_next", tmp_path)
     change(tmp_path / "theirs", {}, num_nextn_predict_layers=1)
     change(tmp_path / "base", {"mtp.fc.weight": torch.ones(4)}, num_nextn_predict_layers=1)
-    alone = [one for one in doctor(tmp_path / "theirs").findings if one.code == "mtp"]
+    alone = [one for one in ckptkit.doctor(tmp_path / "theirs").findings if one.code == "mtp"]
     assert "declares 1 MTP layer (" in alone[0].message
     assert str(alone[0].fix).split()[1] == "consolidate"
-    beside = [one for one in doctor(tmp_path / "theirs", model=tmp_path / "base").findings if one.code == "mtp"]
+    beside = [one for one in ckptkit.doctor(tmp_path / "theirs", model=tmp_path / "base").findings if one.code == "mtp"]
     assert "--from-base mtp.fc.weight" in str(beside[0].fix)
-    assert not [one for one in doctor(tmp_path / "base").findings if one.code == "mtp"]
+    assert not [one for one in ckptkit.doctor(tmp_path / "base").findings if one.code == "mtp"]
 
 
 def test_a_quantized_base(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from ckptkit.checkpoints.find_components import CHANGES, DESCRIPTION, EXPORTED
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.checks.verify import verify
 from ckptkit.conversion.convert import consolidate
-from ckptkit.diagnosis.doctor import doctor
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats import locate_all_chunks
 from tests.conftest import Produce, Produced
@@ -174,7 +173,7 @@ def test_layers_with_numbers_of_their_own(fsdp: tuple[Path, Truth], tmp_path: Pa
     root, truth = fsdp
     found = ckptkit.inspect(root)
     assert (found.trainer, found.step, found.groups["model"].entries) == ("Megatron", 3, 6)
-    assert not doctor(root).findings
+    assert not ckptkit.doctor(root).findings
     opened = ckptkit.open(consolidate(root, tmp_path / "out", names="keep").output)
     above = "model.module."
     expected = {name.removeprefix(above): value for name, value in sorted(truth.items()) if name.startswith(above)}

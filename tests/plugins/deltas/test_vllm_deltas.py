@@ -15,10 +15,10 @@ import torch
 
 from ckptkit.conversion.convert import consolidate
 from ckptkit.plugins.deltas.delta import delta
-from tests.diagnosis.situations import llama
 from tests.integrations.produced_models import SHARDS
 from tests.plugins.vllm.test_vllm import HEADS, SIZES, engine, needs_vllm, tokens_of
 from tests.producers import save_alone
+from tests.trainers.produced_peft import tiny_llama
 
 BACKEND = {"load_format": "ckptkit", "weight_transfer_config": {"backend": "ckptkit"}}
 pytestmark = [pytest.mark.slow, needs_vllm]
@@ -31,7 +31,7 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Most weights change in few elements; that of `q_proj` in so many that a delta holds it whole.
     """
     root = tmp_path_factory.mktemp("policies")
-    model = llama(**SIZES, **HEADS)
+    model = tiny_llama(**SIZES, **HEADS)
     model.config.architectures = [type(model).__name__]
     torch.manual_seed(0)
     for step, name in enumerate("abc"):

@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from ckptkit.conversion.convert import consolidate
 from ckptkit.plugins.vllm import register
 from tests.conftest import Produce
-from tests.diagnosis.situations import llama
 from tests.integrations.produced_models import SHARDS, sharded_models
 from tests.producers import save_alone
+from tests.trainers.produced_peft import tiny_llama
 
 PYTHON = os.environ.get("CKPTKIT_VLLM_PYTHON")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
@@ -40,7 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two trainings of a llama, `a` and `b`: a checkpoint of each, and its export beside it."""
     root = tmp_path_factory.mktemp("models")
     for seed, name in enumerate("ab"):
-        model = llama(**SIZES, **HEADS)
+        model = tiny_llama(**SIZES, **HEADS)
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():

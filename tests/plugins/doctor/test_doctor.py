@@ -19,12 +19,13 @@ import ckptkit
 from ckptkit import Checkpoint, Finding, doctor
 from ckptkit.errors import NotACheckpoint, Usage
 from tests import producers
+from tests.cli.test_salvage import lacks_a_rank
 from tests.command import ckptkit as cli
 from tests.conftest import Produce
 from tests.conversion.test_bad_input import DAMAGES
-from tests.diagnosis import situations
-from tests.diagnosis.situations import blank, config_alone, from_pretrained, llama, load_into, run, saved, write_hf
 from tests.models.names.tiny_models import make_model
+from tests.plugins.doctor import situations
+from tests.plugins.doctor.situations import blank, config_alone, from_pretrained, llama, load_into, run, saved, write_hf
 from tests.producers import Producer, save_alone, spawn
 
 pytestmark = pytest.mark.slow
@@ -600,7 +601,7 @@ def test_a_lost_shard_is_taken_from_an_earlier_step(produce: Produce, tmp_path: 
 
 def test_a_salvage_without_weights_is_not_suggested(tmp_path: Path) -> None:
     """Of FSDP2 every rank has rows of every weight: what is whole without one of them are counters of steps."""
-    root = situations.lacks_a_rank(tmp_path)
+    root = lacks_a_rank(tmp_path)
     found = doctor(root)
     assert [(one.code, one.fix) for one in found.findings] == [("incomplete", None)]
     assert any("all 3 weights lost some data" in note and "--fill-from OTHER" in note for note in found.notes)

@@ -11,38 +11,42 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source, s
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
-from ckptkit.diagnosis.case import LoadTarget, TargetModel
-from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix, run_fix
-from ckptkit.diagnosis.damage import (
+from ckptkit.errors import and_more, too_small_error
+from ckptkit.io.path import remarks_on_hub_id
+from ckptkit.layout.gc_pause import collector_paused
+from ckptkit.models.companions import CONFIG
+from ckptkit.plugins.doctor.case import LoadTarget, TargetModel
+from ckptkit.plugins.doctor.choose_fixes import choose_fixes, dry_run_fix, run_fix
+from ckptkit.plugins.doctor.damage import (
     find_damage,
     find_inconsistencies,
     find_unreadable_torch_metadata,
     problems_by_component,
 )
-from ckptkit.diagnosis.exports import (
+from ckptkit.plugins.doctor.exports import (
     find_adapter_config_of_model,
     find_broken_export,
     find_empty_adapter,
     find_invalid_config_dtype,
     find_missing_index,
 )
-from ckptkit.diagnosis.finding import Finding, Fix
-from ckptkit.diagnosis.names import find_name_mismatches, find_wrapper_prefixes
-from ckptkit.diagnosis.optimizer import (
+from ckptkit.plugins.doctor.finding import Finding, Fix
+from ckptkit.plugins.doctor.names import find_name_mismatches, find_wrapper_prefixes
+from ckptkit.plugins.doctor.optimizer import (
     find_group_differences,
     find_missing_shard_states,
     find_rank_dependent_state,
     find_unlisted_parameters,
     list_missing_states,
 )
-from ckptkit.diagnosis.other_checkpoint import compare_with_checkpoint
-from ckptkit.diagnosis.shapes import (
+from ckptkit.plugins.doctor.other_checkpoint import compare_with_checkpoint
+from ckptkit.plugins.doctor.shapes import (
     comparable_ties,
     find_missing_towers_and_layers,
     find_shape_mismatches,
     find_tie_problems,
 )
-from ckptkit.diagnosis.weights import (
+from ckptkit.plugins.doctor.weights import (
     find_ambiguous_model,
     find_declared_quantized,
     find_extra_state,
@@ -51,10 +55,6 @@ from ckptkit.diagnosis.weights import (
     find_undeclared_quantized,
     find_unmerged_adapters,
 )
-from ckptkit.errors import and_more, too_small_error
-from ckptkit.io.path import remarks_on_hub_id
-from ckptkit.layout.gc_pause import collector_paused
-from ckptkit.models.companions import CONFIG
 from ckptkit.state.masters import REMAINDERS, master_remainder_entries
 from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import command_line, count

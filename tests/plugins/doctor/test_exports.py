@@ -23,7 +23,7 @@ from ckptkit.errors import Corrupt, Occupied
 from tests.command import ckptkit as cli
 from tests.conftest import Produce
 from tests.conversion.salvaging.damage import load_hf
-from tests.diagnosis.situations import HEADS, SIZES, adapted, from_pretrained, llama, saved
+from tests.plugins.doctor.situations import HEADS, SIZES, adapted, from_pretrained, llama, saved
 from tests.trainers import produced_zero
 
 INDEX, CONFIG, ADAPTER = "model.safetensors.index.json", "config.json", "adapter_model.safetensors"

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import ckptkit
 from ckptkit import Finding, doctor, explain
-from ckptkit.diagnosis.explain import MESSAGES
 from ckptkit.errors import NotACheckpoint
+from ckptkit.plugins.doctor.explain import MESSAGES
 from tests import producers
 from tests.conftest import Produce
-from tests.diagnosis import situations
-from tests.diagnosis.situations import blank, from_pretrained, llama, load_into, run
-from tests.diagnosis.test_doctor import groups_of
+from tests.plugins.doctor import situations
+from tests.plugins.doctor.situations import blank, from_pretrained, llama, load_into, run
+from tests.plugins.doctor.test_doctor import groups_of
 from tests.producers import needs_errors_of_ranks, save_alone, spawn
 
 

@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptkit.checkpoints.model_facts import ModelFacts
-from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, consolidate_fix, has_loadable_weight_files, rewrite_fix
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, names_and_more
 from ckptkit.io.path import is_remote
 from ckptkit.layout.box import Shape
@@ -21,6 +19,8 @@ from ckptkit.models.companions import Companions
 from ckptkit.models.fit import require_equal_tied, ties_to_drop
 from ckptkit.models.known_types import find_embedding
 from ckptkit.models.vocabulary import vocabulary_of_config
+from ckptkit.plugins.doctor.case import LoadTarget
+from ckptkit.plugins.doctor.finding import Finding, Fix, consolidate_fix, has_loadable_weight_files, rewrite_fix
 from ckptkit.words import count
 
 _TOWERS = {

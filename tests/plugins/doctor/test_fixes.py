@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckptkit import Checkpoint, Finding
-from ckptkit.diagnosis.choose_fixes import Trial, choose_fixes, joined_fix_by_fix
-from ckptkit.diagnosis.finding import Fix
 from ckptkit.errors import CkptError, Incomplete, Mismatch, SeveralModels, Unsupported
+from ckptkit.plugins.doctor.choose_fixes import Trial, choose_fixes, joined_fix_by_fix
+from ckptkit.plugins.doctor.finding import Fix
 from tests.conftest import Produce
 from tests.producers import fsdp2
 

@@ -15,7 +15,7 @@ from ckptkit.settings import Setting
 from ckptkit.words import format_number_ranges
 
 if TYPE_CHECKING:
-    from ckptkit.diagnosis.doctor import Diagnosis
+    from ckptkit.plugins.doctor.doctor import Diagnosis
 
 _ROWS = 20  # rows of the table without --all
 
@@ -48,7 +48,7 @@ def doctor(
     Exit codes: 0 nothing will break (with --fix: in OUT); 1 findings, each with the command that fixes it, if there is
     one; 2 usage; 3 not a checkpoint; 4 an I/O failure; 5 OUT exists.
     """
-    from ckptkit.diagnosis.doctor import doctor as examine
+    from ckptkit.plugins.doctor.doctor import doctor as examine
 
     if is_on_hub(options["fix"]):
         hint = "run `ckptkit doctor CKPT`, then the command that it names, with --yes"

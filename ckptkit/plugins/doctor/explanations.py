@@ -6,22 +6,22 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, consolidate_fix, reshard_fix, rewrite_fix, world_size_fix
-from ckptkit.diagnosis.names import (
+from ckptkit.layout import Layout
+from ckptkit.layout.renames import find_prefix_rule, match_names_by_rule, rules_for_renames
+from ckptkit.models.known_types import HEAD
+from ckptkit.models.names import HUB
+from ckptkit.models.vocabulary import row_count_by_name
+from ckptkit.plugins.doctor.case import LoadTarget
+from ckptkit.plugins.doctor.finding import Finding, consolidate_fix, reshard_fix, rewrite_fix, world_size_fix
+from ckptkit.plugins.doctor.names import (
     find_name_mismatches,
     find_wrapper_prefixes,
     findings_on_renames,
     may_be_trained,
     names_without_wrappers,
 )
-from ckptkit.diagnosis.optimizer import find_missing_shard_states, readable_optimizers_in
-from ckptkit.diagnosis.shapes import find_shape_mismatches
-from ckptkit.layout import Layout
-from ckptkit.layout.renames import find_prefix_rule, match_names_by_rule, rules_for_renames
-from ckptkit.models.known_types import HEAD
-from ckptkit.models.names import HUB
-from ckptkit.models.vocabulary import row_count_by_name
+from ckptkit.plugins.doctor.optimizer import find_missing_shard_states, readable_optimizers_in
+from ckptkit.plugins.doctor.shapes import find_shape_mismatches
 
 Look = Callable[["MatchedMessage", LoadTarget], Iterator[Finding]]
 _QUOTED = re.compile(r'"([^"]+)"')

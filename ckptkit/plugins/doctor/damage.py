@@ -13,10 +13,10 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checks.verify import verify_component
-from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, consolidate_fix, rewrite_fix
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.io.path import is_remote, restore_relative_path
+from ckptkit.plugins.doctor.case import LoadTarget
+from ckptkit.plugins.doctor.finding import Finding, consolidate_fix, rewrite_fix
 from ckptkit.runs.ls import make_listing_entry
 
 Damage = Mapping[Path, Sequence[CkptError]]

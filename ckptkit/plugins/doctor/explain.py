@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.diagnosis import explanations
-from ckptkit.diagnosis.choose_fixes import choose_fixes, dry_run_fix
-from ckptkit.diagnosis.damage import find_unreadable_torch_metadata
-from ckptkit.diagnosis.doctor import open_load_target
-from ckptkit.diagnosis.explanations import Look, MatchedMessage, explain_shape_mismatch
-from ckptkit.diagnosis.finding import Finding
-from ckptkit.diagnosis.optimizer import list_missing_states
+from ckptkit.plugins.doctor import explanations
+from ckptkit.plugins.doctor.choose_fixes import choose_fixes, dry_run_fix
+from ckptkit.plugins.doctor.damage import find_unreadable_torch_metadata
+from ckptkit.plugins.doctor.doctor import open_load_target
+from ckptkit.plugins.doctor.explanations import Look, MatchedMessage, explain_shape_mismatch
+from ckptkit.plugins.doctor.finding import Finding
+from ckptkit.plugins.doctor.optimizer import list_missing_states
 
 _ANY = "…"
 _ONLY_ZEROS = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ckptkit import explain, reshard
+from ckptkit import explain
 from ckptkit.cli.commands import app
 from ckptkit.errors import CkptError
-from tests.producers import Truth, save_alone, spawn
+from tests.producers import Truth, spawn
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -125,18 +124,6 @@ class Idle(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x).sum()
-
-
-def lacks_a_rank(root: Path) -> Path:
-    """`ckpt-9` as FSDP2 saves it, without the shard of one of four ranks; `whole` beside it has that."""
-    names = [f"layers.{number}.weight" for number in range(3)]
-    states = {name: {"step": torch.tensor(3.0), "exp_avg": torch.randn(8, 4)} for name in names}
-    state = {"model": {name: torch.randn(8, 4) for name in names}, "optim": {"state": states}}
-    save_alone(state, root / "one")
-    reshard(root / "one", root / "whole", to=4)
-    shutil.copytree(root / "whole", root / "run" / "ckpt-9")
-    (root / "run" / "ckpt-9" / "__2_0.distcp").unlink()
-    return root / "run" / "ckpt-9"
 
 
 def idle() -> tuple[nn.Module, torch.optim.Optimizer]:

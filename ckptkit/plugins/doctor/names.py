@@ -8,17 +8,6 @@ from contextlib import suppress
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
-from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, Shapes, TargetModel
-from ckptkit.diagnosis.exports import find_experts_numbered_last
-from ckptkit.diagnosis.finding import (
-    Finding,
-    Value,
-    consolidate_fix,
-    has_loadable_weight_files,
-    rewrite_fix,
-    same_format_fix,
-)
-from ckptkit.diagnosis.shapes import differing_shapes, layer_numbers, most_shapes_differ
 from ckptkit.errors import Mismatch, names_and_more
 from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for_renames
 from ckptkit.layout.wrappers import WRAPPERS
@@ -30,6 +19,17 @@ from ckptkit.models.names.weights import find_model_key
 from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import find_vocabulary_size, row_count_by_name
+from ckptkit.plugins.doctor.case import KeyMismatch, LoadTarget, Shapes, TargetModel
+from ckptkit.plugins.doctor.exports import find_experts_numbered_last
+from ckptkit.plugins.doctor.finding import (
+    Finding,
+    Value,
+    consolidate_fix,
+    has_loadable_weight_files,
+    rewrite_fix,
+    same_format_fix,
+)
+from ckptkit.plugins.doctor.shapes import differing_shapes, layer_numbers, most_shapes_differ
 from ckptkit.words import count
 
 

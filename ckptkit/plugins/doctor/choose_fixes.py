@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.conversion.convert import consolidate, convert, draft_salvage, reshard
 from ckptkit.conversion.salvaging.repair import survey_file_sizes, survey_structure
-from ckptkit.diagnosis.exports import find_complete_export
-from ckptkit.diagnosis.finding import SHARDS, Finding, Fix, Value, group_findings
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.io.path import is_remote
+from ckptkit.plugins.doctor.exports import find_complete_export
+from ckptkit.plugins.doctor.finding import SHARDS, Finding, Fix, Value, group_findings
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.report import Converted
 

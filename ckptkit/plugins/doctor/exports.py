@@ -16,15 +16,6 @@ from ckptkit.adapters.find import find_empty_adapter_error
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.evidence import read_json_object
-from ckptkit.diagnosis.case import KeyMismatch, LoadTarget, TargetModel
-from ckptkit.diagnosis.finding import (
-    Finding,
-    Fix,
-    consolidate_fix,
-    has_loadable_weight_files,
-    output_path_for,
-    rewrite_fix,
-)
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.formats.hf import INDEX
 from ckptkit.formats.indices import read_index
@@ -36,6 +27,15 @@ from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import CONFIG, find_companions
 from ckptkit.models.expected import closest_form
+from ckptkit.plugins.doctor.case import KeyMismatch, LoadTarget, TargetModel
+from ckptkit.plugins.doctor.finding import (
+    Finding,
+    Fix,
+    consolidate_fix,
+    has_loadable_weight_files,
+    output_path_for,
+    rewrite_fix,
+)
 
 _HF = "hf"
 _UNREAD = (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported)

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ckptkit.checks.diff import shapes_of_entries
-from ckptkit.diagnosis.case import LoadTarget
-from ckptkit.diagnosis.finding import Finding, Fix, rewrite_fix
-from ckptkit.diagnosis.names import findings_on_renames
-from ckptkit.diagnosis.optimizer import parameters_lacking_state, states_with_names
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.renames import fold_numbers, match_names_by_rule, rules_for_renames
 from ckptkit.models.names import HUB
+from ckptkit.plugins.doctor.case import LoadTarget
+from ckptkit.plugins.doctor.finding import Finding, Fix, rewrite_fix
+from ckptkit.plugins.doctor.names import findings_on_renames
+from ckptkit.plugins.doctor.optimizer import parameters_lacking_state, states_with_names
 from ckptkit.state.matching import Side, pair_components, with_comparable_names, with_hub_names_on_both
 from ckptkit.trainers import find_owner_rank_of_key
 
