@@ -153,7 +153,7 @@ def format_title(name: str) -> str:
 
 def describe_common_formats() -> str:
     """Return how to recognize the most common formats, for the hint on a path that no format claims."""
-    return ", ".join(get_format(name).known_by for name in _COMMON)
+    return ", ".join(get_format(name).known_by for name in _COMMON if name in FORMATS)
 
 
 def detect_format(path: Path) -> FormatReader | None:

@@ -20,21 +20,19 @@ class Remove(ast.NodeTransformer):
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
-        self.keys: set[str] = set()  # of the lines that were removed
 
-    def is_of_plugin(self, node: ast.AST) -> bool:
+    def is_of_plugin(self, node: ast.AST | None) -> bool:
         """Return whether a node is a string that names a module of a plugin, or a call with such an argument."""
         if isinstance(node, ast.Call):
             return any(map(self.is_of_plugin, node.args))
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
             return False
-        match = re.match(r"ckptkit\.plugins\.(\w+)", node.value)
+        match = re.match(r"(?:ckptkit\.)?plugins\.(\w+)", node.value)
         return match is not None and match[1] in self.names
 
     def visit_Dict(self, node: ast.Dict) -> ast.Dict:
-        kept = [(key, value) for key, value in zip(node.keys, node.values, strict=True) if not self.is_of_plugin(value)]
-        self.keys |= {ast.literal_eval(key) for key in node.keys if isinstance(key, ast.Constant)}
-        self.keys -= {ast.literal_eval(key) for key, _ in kept if isinstance(key, ast.Constant)}
+        items = zip(node.keys, node.values, strict=True)
+        kept = [(key, value) for key, value in items if not (self.is_of_plugin(key) or self.is_of_plugin(value))]
         node.keys, node.values = [key for key, _ in kept], [value for _, value in kept]
         self.generic_visit(node)
         return node
@@ -67,13 +65,7 @@ def copy_without(names: frozenset[str], dst: Path) -> None:
         text = path.read_text()
         if not any(f"ckptkit.plugins.{name}" in text for name in names):
             continue
-        remove = Remove(names)
-        tree = remove.visit(ast.parse(text))
-        if path == dst / "ckptkit" / "__init__.py":
-            for node in ast.walk(tree):
-                if isinstance(node, ast.List):
-                    node.elts = [one for one in node.elts if ast.literal_eval(one) not in remove.keys]
-        path.write_text(ast.unparse(tree))
+        path.write_text(ast.unparse(Remove(names).visit(ast.parse(text))))
 
 
 if __name__ == "__main__":
