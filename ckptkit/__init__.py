@@ -32,12 +32,6 @@ if TYPE_CHECKING:
     from ckptkit.conversion.convert import reshard as reshard
     from ckptkit.conversion.finalize import finalize as finalize
     from ckptkit.errors import CkptError as CkptError
-    from ckptkit.hub.cp import CopiedFiles as CopiedFiles
-    from ckptkit.hub.cp import cp as cp
-    from ckptkit.hub.pull import Pulled as Pulled
-    from ckptkit.hub.pull import pull as pull
-    from ckptkit.hub.push import Pushed as Pushed
-    from ckptkit.hub.push import push as push
     from ckptkit.plugins.deltas.apply import apply as apply
     from ckptkit.plugins.deltas.apply_in_place import ChangedInPlace as ChangedInPlace
     from ckptkit.plugins.deltas.apply_in_place import apply_in_place as apply_in_place
@@ -52,12 +46,18 @@ if TYPE_CHECKING:
     from ckptkit.plugins.doctor.finding import Finding as Finding
     from ckptkit.plugins.estimate.estimate import Estimated as Estimated
     from ckptkit.plugins.estimate.estimate import estimate as estimate
+    from ckptkit.plugins.hub.pull import Pulled as Pulled
+    from ckptkit.plugins.hub.pull import pull as pull
+    from ckptkit.plugins.hub.push import Pushed as Pushed
+    from ckptkit.plugins.hub.push import push as push
     from ckptkit.plugins.prove.prove import Proved as Proved
     from ckptkit.plugins.prove.prove import prove as prove
     from ckptkit.plugins.report.report import Reported as Reported
     from ckptkit.plugins.report.report import report as report
     from ckptkit.plugins.watch.watch import Watched as Watched
     from ckptkit.plugins.watch.watch import watch as watch
+    from ckptkit.runs.cp import CopiedFiles as CopiedFiles
+    from ckptkit.runs.cp import cp as cp
     from ckptkit.runs.ls import Listing as Listing
     from ckptkit.runs.ls import list_run as list_run
     from ckptkit.runs.ls import ls as ls
@@ -89,9 +89,6 @@ _HOMES = {
         "conversion.convert": "consolidate convert reshard",
         "conversion.finalize": "finalize",
         "errors": "CkptError",
-        "hub.cp": "CopiedFiles cp",
-        "hub.pull": "pull Pulled",
-        "hub.push": "push Pushed",
         "plugins.deltas.apply": "apply",
         "plugins.deltas.apply_in_place": "apply_in_place ChangedInPlace",
         "plugins.deltas.delta": "delta WrittenDelta",
@@ -101,9 +98,12 @@ _HOMES = {
         "plugins.doctor.explain": "explain",
         "plugins.doctor.finding": "Finding",
         "plugins.estimate.estimate": "estimate Estimated",
+        "plugins.hub.pull": "pull Pulled",
+        "plugins.hub.push": "push Pushed",
         "plugins.prove.prove": "prove Proved",
         "plugins.report.report": "report Reported",
         "plugins.watch.watch": "watch Watched",
+        "runs.cp": "CopiedFiles cp",
         "runs.ls": "list_run Listing ls",
         "runs.pin": "pin unpin",
         "runs.prune": "prune Pruned",

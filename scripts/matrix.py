@@ -127,7 +127,7 @@ def attempt(case: Case, source: Path, without_torch: Path, home: Path) -> Row:
 def slow_tests() -> list[str]:
     """Return the tests where versions differ most: saving in ranks, the Hub, and private names of other libraries."""
     of_private_names = re.findall(r"\| `(tests/[\w/.]+)` \|$", PAGE.read_text(), re.MULTILINE)
-    return sorted({"tests/hub", "tests/test_without_torch.py", "tests/training/saving", *of_private_names})
+    return sorted({"tests/plugins/hub", "tests/test_without_torch.py", "tests/training/saving", *of_private_names})
 
 
 def install(case: Case, source: Path, environment: Path) -> Ended:

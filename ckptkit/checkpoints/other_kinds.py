@@ -27,7 +27,7 @@ class OtherKind(Protocol):
         """Return the result as `ckptkit.checks.verify.Verified`, for `ckptkit verify`."""
 
     def list_contents(self, path: Path, /) -> Any:
-        """Return its files as `ckptkit.hub.cp.Contents`, for `ckptkit cp`."""
+        """Return its files as `ckptkit.runs.cp.Contents`, for `ckptkit cp`."""
 
 
 class KnownKind(NamedTuple):

@@ -187,9 +187,9 @@ COMMANDS = PluginTable(
         "smoke": KnownCommand("Train", "ckptkit.cli.train:smoke"),
         "delta": KnownCommand("Send what changed", "ckptkit.plugins.deltas.command:delta"),
         "apply": KnownCommand("Send what changed", "ckptkit.plugins.deltas.command:apply"),
-        "cp": KnownCommand("Share", "ckptkit.cli.hub:cp"),
-        "push": KnownCommand("Share", "ckptkit.cli.hub:push"),
-        "pull": KnownCommand("Share", "ckptkit.cli.hub:pull"),
+        "cp": KnownCommand("Share", "ckptkit.cli.cp:cp"),
+        "push": KnownCommand("Share", "ckptkit.plugins.hub.command:push"),
+        "pull": KnownCommand("Share", "ckptkit.plugins.hub.command:pull"),
     },
 )
 

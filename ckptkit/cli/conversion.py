@@ -40,7 +40,7 @@ from ckptkit.state.options import ADAPTER, RANK, ConvertOptions
 from ckptkit.words import count, format_bytes, format_number_ranges, natural_sort_key
 
 if TYPE_CHECKING:
-    from ckptkit.hub.cp import CopiedFiles
+    from ckptkit.runs.cp import CopiedFiles
     from ckptkit.state.report import Converted
 
     Done = TypeVar("Done", Converted, CopiedFiles)

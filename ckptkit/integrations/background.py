@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.replaceable import check_replaceable, files_in_manifest
 from ckptkit.errors import IOFailure, names_and_more, warn
-from ckptkit.hub.cp import cp
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.staging import Stage, errors_naming_destination
+from ckptkit.runs.cp import cp
 from ckptkit.runs.keeper import open_run_backend
 from ckptkit.runs.retention import readers_by_checkpoint
 from ckptkit.storage import RoomWriter

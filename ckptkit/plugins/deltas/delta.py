@@ -109,7 +109,7 @@ def delta(
         if not force:
             require_smaller_than_model(written)
     elif is_remote(output):  # the copy to an object store is atomic
-        from ckptkit.hub.cp import cp
+        from ckptkit.runs.cp import cp
 
         with TemporaryDirectory(prefix="ckptkit-") as temporary:
             written = pair.write_to_directory(output, Path(temporary, "delta"), force=force, sync=False)

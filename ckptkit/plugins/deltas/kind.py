@@ -7,11 +7,11 @@ from pathlib import Path
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.cli.output import pick, print_json, print_table, print_text_line
-from ckptkit.hub.cp import Contents
 from ckptkit.io.file import file_size
 from ckptkit.plugins.deltas.open_delta import inspect_delta, open_delta
 from ckptkit.plugins.deltas.record import FORMAT, RECORD, is_complete_delta
 from ckptkit.plugins.deltas.verify_delta import verify_delta
+from ckptkit.runs.cp import Contents
 from ckptkit.words import per_cent
 
 is_complete = is_complete_delta

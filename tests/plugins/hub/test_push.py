@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 from ckptkit import consolidate, convert, push
 from ckptkit.errors import NotACheckpoint, Usage
-from ckptkit.hub.push import parse_repository_address
 from ckptkit.io.stores.hub_errors import as_line_without_token
+from ckptkit.plugins.hub.push import parse_repository_address
 from tests import producers
 from tests.conftest import Produce
 from tests.hub_server import Hub, ckptkit, start, sum_file

@@ -25,19 +25,6 @@ from ckptkit.checks.verify import bytes_at_path as size_of_part
 from ckptkit.checks.verify import require_no_problems, verify_component
 from ckptkit.errors import Corrupt, Unsupported, Usage
 from ckptkit.formats import FormatReader, get_format
-from ckptkit.hub.model_card import NAME as CARD
-from ckptkit.hub.model_card import make_card
-from ckptkit.hub.transfers import (
-    Bars,
-    Content,
-    Follow,
-    FollowedReader,
-    content_nbytes,
-    differences_from_hub,
-    no_progress,
-    sha256_by_name,
-    transfer_each_file,
-)
 from ckptkit.io.file import list_children
 from ckptkit.io.local import is_link_outside_cache
 from ckptkit.io.path import is_remote, to_uncached_path
@@ -56,6 +43,19 @@ from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_err
 from ckptkit.layout import Layout
 from ckptkit.models.adapter_facts import ADAPTER_CONFIG
 from ckptkit.models.companions import find_companions_in, sentence_transformers_modules_in
+from ckptkit.plugins.hub.model_card import NAME as CARD
+from ckptkit.plugins.hub.model_card import make_card
+from ckptkit.plugins.hub.transfers import (
+    Bars,
+    Content,
+    Follow,
+    FollowedReader,
+    content_nbytes,
+    differences_from_hub,
+    no_progress,
+    sha256_by_name,
+    transfer_each_file,
+)
 from ckptkit.summary import Summarized
 from ckptkit.trainers.ckptkit import TRAINING
 from ckptkit.version import __version__

@@ -1,4 +1,4 @@
-"""Run `ckptkit push`, `ckptkit pull` and `ckptkit cp`: send a checkpoint to the Hub, fetch one, or copy one."""
+"""Run `ckptkit push` and `ckptkit pull`: send a checkpoint to the Hub, or fetch one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.checkpoints.find_components import describe_not_copied
-from ckptkit.cli.conversion import Source, Yes, dry_run_option, shared_options, with_hub_note
+from ckptkit.cli.conversion import Yes, shared_options
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -22,13 +21,12 @@ from ckptkit.cli.output import (
     without_middle,
 )
 from ckptkit.cli.settings import Also, given_settings, join_also_directories, with_options
-from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_local_path, to_path
 from ckptkit.settings import Setting
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
-    from ckptkit.hub.push import Pushed
+    from ckptkit.plugins.hub.push import Pushed
 
 
 _PUSH_OPTIONS = {
@@ -42,10 +40,6 @@ _PULL_OPTIONS = {
     "include": Setting(tuple[str, ...], (), "Pull only matching files; repeatable.", "GLOB"),
     "exclude": Setting(tuple[str, ...], (), "Skip matching files; repeatable.", "GLOB"),
     **shared_options("overwrite", "jobs", "sync"),
-}
-_CP_OPTIONS = {
-    **shared_options("overwrite", "sync"),
-    "jobs": Setting(int, None, "Number of blocks of 16 MiB that are in memory at once; by default 8.", "N", 1),
 }
 
 
@@ -78,7 +72,7 @@ def push(
     on the Hub; 4 the Hub cannot be reached or refuses; 5 somebody else changed the repository meanwhile; 130
     interrupted.
     """
-    from ckptkit.hub.push import push as run
+    from ckptkit.plugins.hub.push import push as run
 
     src = join_also_directories(src, also)
     done = run(src, repository, yes=yes, **given_settings(options), bars=progress_bar)
@@ -150,7 +144,7 @@ def pull(
     Exit codes: 0 done; 2 usage; 3 no such repository, or a file arrived damaged; 4 the Hub cannot be reached or
     refuses, or an I/O failure; 5 OUT exists, or a name in the repository is unsafe; 130 interrupted.
     """
-    from ckptkit.hub.pull import pull as run
+    from ckptkit.plugins.hub.pull import pull as run
 
     done = run(repository, out, **given_settings(options), bars=progress_bar)
     if json:
@@ -166,49 +160,3 @@ def pull(
     print_text_line("every file matches its checksum on the Hub")
     unknown = "note: it contains no checkpoint in a known format"
     print_text_line(f"next: ckptkit inspect {quote(str(done.output))}" if done.format else unknown)
-
-
-@with_options(_CP_OPTIONS)
-def cp(
-    src: Source,
-    dst: Annotated[
-        Path, typer.Argument(parser=to_destination, metavar="DST", help="The directory to write, or a URL.")
-    ],
-    also: Also = None,
-    yes: Yes = False,
-    json: Json = False,
-    **options: Any,
-) -> None:
-    """Copy a checkpoint or delta unchanged, and verify it.
-
-    ckptkit verifies every CRC-32 that the format or a manifest records. DST is complete or absent.
-    After an interruption, run the same command again to continue.
-
-    Example: ckptkit cp run/ckpt-500 s3://bucket/run/ckpt-500
-
-    SRC and DST may be local, s3://, gs:// or az://. SRC may also be https:// or hf://org/name. With --yes, DST may also
-    be hf://org/name or hf://buckets/org/name/folder. In a store, except in a repository of the Hub, --overwrite first
-    removes the old checkpoint: until the copy is complete, there is no checkpoint.
-
-    Exit codes: 0 done; 2 usage; 3 not a checkpoint, or damaged; 4 an I/O failure, or the store refuses; 5 DST exists,
-    or another upload is running; 130 interrupted.
-    """
-    from ckptkit.hub.cp import cp as run
-
-    src = join_also_directories(src, also)
-    with progress_bar("copying") as progress:
-        chosen = given_settings(options) | dry_run_option(dst, yes=yes)
-        done = with_hub_note(run(src, dst, **chosen, progress=progress), yes=yes)
-    if json:
-        names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")
-        files = [{"name": name, "nbytes": nbytes} for name, nbytes in done.files.items()]
-        left_behind = [pick(entry, "path", "why") for entry in done.left_behind]
-        print_json({"files": files, "left_behind": left_behind, **pick(done, *names, "notes", "dry_run")})
-        return
-    print_used_checkpoint(src, done.source)
-    first, *others = done.summary()
-    print_text_line(first)
-    print_files(done.files)
-    notes = [f"note: {text}" for text in done.notes]
-    for line in (*others, *notes, *describe_not_copied(done.left_behind, "not copied")):
-        print_text_line(line)

@@ -22,8 +22,6 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.errors import Corrupt, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import detect_format
-from ckptkit.hub.push import parse_repository_address
-from ckptkit.hub.transfers import Bars, Follow, differences_from_hub, no_progress, sha256_by_name, transfer_each_file
 from ckptkit.io.allocation import require_free_space, unallocated_bytes
 from ckptkit.io.file import require_plain_file_name
 from ckptkit.io.path import to_local_path
@@ -32,6 +30,15 @@ from ckptkit.io.staging import WORK, Stage
 from ckptkit.io.stores.hub import request_headers
 from ckptkit.io.stores.hub_calls import HubFile, HubRepository, require_repository, silenced_hub_client
 from ckptkit.io.stores.hub_errors import translate_hub_errors
+from ckptkit.plugins.hub.push import parse_repository_address
+from ckptkit.plugins.hub.transfers import (
+    Bars,
+    Follow,
+    differences_from_hub,
+    no_progress,
+    sha256_by_name,
+    transfer_each_file,
+)
 from ckptkit.summary import Summarized
 from ckptkit.version import __version__
 from ckptkit.words import count, format_bytes

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ckptkit.errors import Unsafe
-from ckptkit.hub.pull import require_safe_file_name
+from ckptkit.plugins.hub.pull import require_safe_file_name
 from tests.hub_server import Hub, ckptkit, start
 
 BIG = 24_000_000  # bytes; the client writes 10 MiB at a time
@@ -231,7 +231,7 @@ def test_a_file_too_large_for_plain_http(hub: Hub, out: Path) -> None:
     content = os.urandom(5000)
     hub.put("org/tiny", {"config.json": b"{}", "sub/model.safetensors": content})
     code = (
-        "import sys, types; from ckptkit.hub import pull\n"
+        "import sys, types; from ckptkit.plugins.hub import pull\n"
         "pull.constants = types.SimpleNamespace(MAX_HTTP_DOWNLOAD_SIZE=4000, ENDPOINT='')\n"
         "print(pull.pull('org/tiny', sys.argv[1]).nbytes)"
     )

@@ -1,1 +1,0 @@
-"""Share checkpoints: copy them, push them to the Hub, and pull them from the Hub."""

@@ -1,0 +1,1 @@
+"""Push checkpoints to the Hugging Face Hub, and pull them from it."""
