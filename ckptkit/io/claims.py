@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import json
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 from uuid import uuid4
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, IOFailure, Occupied
-from ckptkit.io.destination import CLAIM, NOTES
-from ckptkit.io.file import names_in, read_small
+from ckptkit.io.destination import CLAIM, NOTES, Check
+from ckptkit.io.file import destination_exists_error, names_in, read_small
 from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
+from ckptkit.io.stores import StoreEntry
 from ckptkit.version import __version__
 from ckptkit.words import command_line
 
@@ -200,7 +202,10 @@ class UploadTarget:
 
 @dataclass(slots=True)
 class StoreOutput:
-    """The arguments of every `Destination`, which describes them, and the target of its upload."""
+    """The arguments of every `Destination`, which describes them, and the target of its upload.
+
+    `resumed` says whether the upload continues an earlier one.
+    """
 
     path: RemotePath
     sizes: Mapping[str, int]
@@ -208,27 +213,106 @@ class StoreOutput:
     plan: str
     is_file: bool = False
     more_files: Collection[str] = ()
-
-    @property
-    def _planned_files(self) -> list[str]:
-        """Return the names of all files, the marks first."""
-        return list(dict.fromkeys((*self.marks, *self.sizes, *self.more_files)))
+    resumed: bool = False
+    _owner: str = ""  # names this process in the claim, if only one process can work on the upload
+    _claimed: Sequence[str] = ()  # the files that our claim lists, the marks before most others
 
     @property
     def _upload_target(self) -> UploadTarget:
         return UploadTarget(self.path, self.is_file)
 
-    def _files_to_claim(self, first: Iterable[str], existing: Iterable[str]) -> tuple[str, ...]:
-        """Return the files of a new claim: the existing ones to delete `first`, the marks, then all others."""
-        before_marks = (name for name in first if name not in self.marks)
-        return tuple(dict.fromkeys((*before_marks, *self._planned_files, *existing)))
 
-    def _in_deletion_order(self, claimed: Sequence[str], existing: Container[str]) -> tuple[list[str], list[str]]:
-        """Return the existing files of a claim in two lists: up to the last mark, to delete first, and the others."""
+class Bucket(Protocol):
+    """What an upload needs to claim a part of a store."""
+
+    def find_object_content(self, key: str) -> bytes | None:
+        """Return the content of a small object; None if it does not exist."""
+
+    def list_objects(self, prefix: str) -> Mapping[str, StoreEntry]:
+        """Return the objects below a `prefix` that ends in a slash, or the object of this name, by key."""
+
+    def delete_objects(self, keys: Sequence[str]) -> None:
+        """Delete objects, in any order. A missing object is not an error."""
+
+
+B = TypeVar("B", bound=Bucket)
+
+
+class ClaimedOutput(StoreOutput, ABC, Generic[B]):
+    """An output in a bucket, which an object claims until the output is complete."""
+
+    __slots__ = ()
+    _bucket: B
+
+    def claim(self, *, overwrite: bool, check: Check) -> None:
+        begun = self._read_claim()
+        if begun is not None and begun.plan != self.plan:
+            if not overwrite:
+                raise self._upload_target.claimed_error(begun)
+            self._abandon(begun)
+            begun = None
+        self.resumed = begun is not None
+        if begun is not None and self._try_resume(begun):
+            return
+        existing = self._existing_files()
+        if existing and not overwrite:
+            raise destination_exists_error(self.path)
+        first = check() if existing and begun is None else ()
+        before_marks = (name for name in first if name not in self.marks)
+        planned = (*before_marks, *self.marks, *self.sizes, *self.more_files, *existing)
+        self._claimed = begun.files if begun else tuple(dict.fromkeys(planned))
+        self._create_claim()
+        self._delete_claimed(self._claimed, existing)
+        self._start_uploads()
+
+    def commit(self) -> None:
+        """Delete the notes, and last the claim: the upload is complete."""
+        self._bucket.delete_objects(list(self._bucket.list_objects(self._upload_target.notes_prefix)))
+        self._bucket.delete_objects([self._upload_target.claim_key])
+
+    def _abandon(self, claim: StoreClaim) -> None:
+        """Delete the files of another upload, and its claim."""
+        self._delete_claimed(claim.files, self._existing_files())
+        ClaimedOutput.commit(self)
+
+    def _delete_claimed(self, claimed: Sequence[str], existing: Container[str]) -> None:
+        """Delete the existing files of a claim, first those up to the last mark: no reader sees a part of them."""
         end = max((i + 1 for i, name in enumerate(claimed) if name in self.marks), default=0)
-        groups = claimed[:end], claimed[end:]
-        first, rest = ([name for name in group if name in existing] for group in groups)
-        return first, rest
+        for group in (claimed[:end], claimed[end:]):
+            self._bucket.delete_objects([self._upload_target.object_key(name) for name in group if name in existing])
+
+    def _read_claim(self) -> StoreClaim | None:
+        content = self._bucket.find_object_content(self._upload_target.claim_key)
+        return None if content is None else self._upload_target.parse_claim(content)
+
+    def _require_claim(self) -> None:
+        """Raise `Occupied` if another process has taken over the target."""
+        current = self._read_claim()
+        if current is None or (current.plan, current.owner) != (self.plan, self._owner):
+            goes_on = current is not None and current.plan == self.plan
+            raise self._upload_target.lost_claim_error("goes on with" if goes_on else "has canceled")
+
+    @abstractmethod
+    def _try_resume(self, begun: StoreClaim) -> bool:
+        """Continue the upload of our plan. Returns False if it has not begun to send files."""
+
+    @abstractmethod
+    def _create_claim(self) -> None:
+        """Create the claim. Raises `Occupied` if another process has just created one."""
+
+    def _start_uploads(self) -> None:
+        """Begin the uploads of the large files, in a store that needs that."""
+
+    def _existing_files(self) -> dict[str, StoreEntry]:
+        """Return the files at the target by name, without the claim and the notes."""
+        base, target = self._upload_target.object_key(""), self._upload_target
+        objects = self._bucket.list_objects(base)
+        if self.is_file:
+            (name,) = self.sizes
+            return {name: objects[base]} if base in objects else {}
+        # some tools create an empty object for a directory, with a name that ends in a slash
+        keys = (key for key in objects if key != base and not target.is_claim_or_note(key))
+        return {key.removeprefix(base): objects[key] for key in keys}
 
 
 def prefix_below(key: str) -> str:

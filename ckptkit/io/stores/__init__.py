@@ -47,7 +47,7 @@ _S3 = KnownStore(
     uploads="ckptkit.plugins.s3_runs.uploads",
 )
 _OBJECTS = KnownStore(
-    "ckptkit.plugins.object_stores.store:open_bucket_store",
+    "ckptkit.plugins.object_stores.calls:open_bucket_store",
     destination="ckptkit.plugins.object_stores.destination:ObjectDestination",
 )
 _DESCRIBE_HUB = "ckptkit.plugins.hub_writing.bucket_destination:describe_hub_destination"

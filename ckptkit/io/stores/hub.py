@@ -32,13 +32,13 @@ class HubStore:
     hint = "check the network and the name; if the repository is private, run `hf auth login` or set HF_TOKEN"
 
     def __init__(self, url: str) -> None:
-        self._kind, self._id, self._revision = parse_repository_path(url.partition("://")[2])
+        self._kind, self.id, self._revision = parse_repository_path(url.partition("://")[2])
         self._api = make_hub_client()
         self._sources: dict[str, HubDownload] = {}
 
     @cached_property
     def commit(self) -> str:
-        return str(self._api.repo_info(self._id, revision=self._revision, repo_type=self._kind).sha)
+        return str(self._api.repo_info(self.id, revision=self._revision, repo_type=self._kind).sha)
 
     def find_entry(self, key: str) -> StoreEntry | None:
         if not key:
@@ -53,7 +53,7 @@ class HubStore:
         from huggingface_hub.errors import EntryNotFoundError
 
         try:
-            tree = self._api.list_repo_tree(self._id, key or None, revision=self.commit, repo_type=self._kind)
+            tree = self._api.list_repo_tree(self.id, key or None, revision=self.commit, repo_type=self._kind)
             return [entry_from_hub(item) for item in tree]
         except EntryNotFoundError as error:
             raise FileNotFoundError(key) from error
@@ -62,7 +62,7 @@ class HubStore:
         """Return a function that reads from the file at `key`. A commit never changes, so `entry` is not checked."""
         from huggingface_hub import hf_hub_url
 
-        url = hf_hub_url(self._id, key, revision=self.commit, repo_type=self._kind, endpoint=self._api.endpoint)
+        url = hf_hub_url(self.id, key, revision=self.commit, repo_type=self._kind, endpoint=self._api.endpoint)
         return self._sources.setdefault(key, HubDownload(url, entry.size)).read
 
     def drop_cache(self) -> None:
@@ -71,7 +71,7 @@ class HubStore:
     def to_ckpt_error(self, error: Exception, path: Path) -> CkptError:
         from ckptkit.io.stores.hub_errors import MAIN, to_hub_error
 
-        return to_hub_error(error, self._id, self._revision or MAIN).blame(path=path)
+        return to_hub_error(error, self.id, self._revision or MAIN).blame(path=path)
 
 
 class HubDownload:

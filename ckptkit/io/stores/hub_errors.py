@@ -12,6 +12,7 @@ from pathlib import Path
 
 from huggingface_hub import constants
 from huggingface_hub.errors import (
+    BucketNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -68,12 +69,15 @@ def to_hub_error(error: Exception, repo_id: str, revision: str) -> CkptError:
 
 
 def to_refused_response_error(error: HfHubHTTPError, repo_id: str, revision: str) -> CkptError:
-    status, said = error.response.status_code, as_line_without_token(error.server_message or "")
+    status, headers = error.response.status_code, error.response.headers
+    said = as_line_without_token(error.server_message or "")
     if isinstance(error, GatedRepoError):
         return IOFailure(f"access to `{repo_id}` must be requested", hint=f"request it at {repository_url(repo_id)}")
-    if isinstance(error, RepositoryNotFoundError) or error.response.headers.get("X-Error-Code") == "RepoNotFound":
+    is_bucket = isinstance(error, BucketNotFoundError)
+    if is_bucket or isinstance(error, RepositoryNotFoundError) or headers.get("X-Error-Code") == "RepoNotFound":
+        message = f"the Hub does not have `{repo_id}`, or you may not see it"
         hint = f"check the name; if it is private, {_LOGIN}"
-        return NotACheckpoint(f"the Hub does not have `{repo_id}`, or you may not see it", hint=hint)
+        return NotACheckpoint("the Hub shows us no such bucket" if is_bucket else message, hint=hint)
     if isinstance(error, RevisionNotFoundError):
         return NotACheckpoint(f"`{repo_id}` does not have revision `{revision}`")
     if status in (409, 412):

@@ -6,14 +6,15 @@ Errors of the store become ckptkit's.
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import SEEK_CUR, SEEK_END, SEEK_SET, IOBase
 from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, IOFailure
-from ckptkit.io.stores import StoredSum
+from ckptkit.io.path import to_uncached_path
+from ckptkit.io.stores import StoredSum, StoreEntry
 from ckptkit.io.stores.generic import FileSystem
 from ckptkit.io.stores.s3_errors import ABSENT, Tolerating, error_code_of, lacks_error_detail, to_s3_error
 
@@ -28,9 +29,12 @@ _NOT_CHECKSUMS = ("Type", "Algorithm")
 
 
 class S3Store(FileSystem):
+    """The bucket at `url`. Thread-safe."""
+
     def __init__(self, url: str) -> None:
         super().__init__(url, **SETTINGS)
         self._files.retries = _TRIES
+        self.root = to_uncached_path(url)  # for the URLs in error messages
 
     def to_ckpt_error(self, error: Exception, path: Path) -> CkptError:
         return to_s3_error(fetch_error_detail(self._files, self._base, error), path)
@@ -76,36 +80,6 @@ class S3Store(FileSystem):
             if not page.get("IsTruncated"):
                 return tuple(sums)
 
-    def _means_missing_file(self, error: FileNotFoundError) -> bool:
-        return error_code_of(error) != "NoSuchBucket"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object: its size in bytes, and its modification time in seconds since 1970, by the store's clock."""
-
-    nbytes: int
-    changed: float
-
-
-@dataclass(frozen=True, slots=True)
-class MultipartUpload:
-    """A multipart upload of the object at `key`, and the time it began, by the store's clock."""
-
-    key: str
-    upload: str
-    began: float
-
-
-class S3Bucket:
-    """One bucket. Thread-safe."""
-
-    def __init__(self, root: Path) -> None:
-        self.name = root.parts[1]
-        self.root = root  # for the URLs in error messages
-        self._store = S3Store(str(root))
-        self._files = self._store._files
-
     def call_operation(self, operation: str, key: str = "", **arguments: Any) -> Mapping[str, Any]:
         """Return the response to an operation, such as `put_object`, on an object or on the bucket.
 
@@ -113,11 +87,11 @@ class S3Bucket:
         """
         if "Body" in arguments:
             arguments["Body"] = RequestBody(arguments["Body"])
-        named = {"Bucket": self.name, "Key": key} if key else {"Bucket": self.name}
+        named = {"Bucket": self._base, "Key": key} if key else {"Bucket": self._base}
         try:
             response: Mapping[str, Any] = self._files.call_s3(operation, **named, **arguments)
         except Exception as error:  # every library has its own exceptions, and those of its dependencies
-            raise self._store.to_ckpt_error(error, self.root / key) from error
+            raise self.to_ckpt_error(error, self.root / key) from error
         return response
 
     def read_object(self, key: str) -> bytes:
@@ -136,7 +110,7 @@ class S3Bucket:
         try:
             content: bytes = sync(self._files.loop, read_body, body)
         except Exception as error:
-            raise self._store.to_ckpt_error(error, self.root / key) from error
+            raise self.to_ckpt_error(error, self.root / key) from error
         return content
 
     def find_object_content(self, key: str) -> bytes | None:
@@ -144,16 +118,23 @@ class S3Bucket:
             return self.read_object(key)
         return None
 
-    def list_objects(self, prefix: str) -> dict[str, StoredObject]:
-        objects: dict[str, StoredObject] = {}
+    def list_objects(self, prefix: str) -> dict[str, StoreEntry]:
+        """Return the objects whose keys begin with `prefix`, by key."""
+        objects: dict[str, StoreEntry] = {}
         more: dict[str, str] = {}
         while True:
             page = self.call_operation("list_objects_v2", Prefix=prefix, **more)
             for item in page.get("Contents", ()):
-                objects[item["Key"]] = StoredObject(int(item["Size"]), item["LastModified"].timestamp())
+                name, changed = item["Key"].rpartition("/")[2], item["LastModified"].timestamp()
+                objects[item["Key"]] = StoreEntry(name, False, int(item["Size"]), changed)
             if not page.get("IsTruncated"):
                 return objects
             more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def delete_objects(self, keys: Iterable[str]) -> None:
+        """Delete objects one by one, in order."""
+        for key in keys:
+            self.call_operation("delete_object", key)
 
     def list_uploads(self, prefix: str) -> list[MultipartUpload]:
         """Return the unfinished multipart uploads whose keys begin with `prefix`."""
@@ -161,10 +142,9 @@ class S3Bucket:
         more: dict[str, str] = {}
         while True:
             page = self.call_operation("list_multipart_uploads", Prefix=prefix, **more)
-            uploads = page.get("Uploads", ())
-            pending += [
-                MultipartUpload(item["Key"], item["UploadId"], item["Initiated"].timestamp()) for item in uploads
-            ]
+            for item in page.get("Uploads", ()):
+                began = item["Initiated"].timestamp()
+                pending.append(MultipartUpload(item["Key"], item["UploadId"], began, began))
             if not page.get("IsTruncated"):
                 return pending
             more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
@@ -184,6 +164,23 @@ class S3Bucket:
         """Abort the upload with the id `upload`, if it still exists: the store deletes its parts."""
         with Tolerating(ABSENT):
             self.call_operation("abort_multipart_upload", key, UploadId=upload)
+
+    def _means_missing_file(self, error: FileNotFoundError) -> bool:
+        return error_code_of(error) != "NoSuchBucket"
+
+
+@dataclass(frozen=True, slots=True)
+class MultipartUpload:
+    """A multipart upload of the object at `key`, and the times at which it began and last received a part.
+
+    The times are by the store's clock. The store has `nbytes` of parts. A listing knows only the time it began.
+    """
+
+    key: str
+    upload: str
+    began: float
+    active: float
+    nbytes: int = 0
 
 
 class RequestBody(IOBase):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64encode
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import md5
@@ -16,13 +16,12 @@ from threading import Lock
 from typing import Any
 
 from ckptkit.errors import IOFailure, Occupied
-from ckptkit.io.claims import StoreClaim, StoreOutput
+from ckptkit.io.claims import ClaimedOutput, StoreClaim
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.destination import Check
-from ckptkit.io.file import destination_exists_error
 from ckptkit.io.path import map_in_parallel
 from ckptkit.io.pieces import FilePiece, is_sent_in_pieces
-from ckptkit.io.stores.s3 import S3Bucket, find_crc32_in
+from ckptkit.io.stores import StoreEntry
+from ckptkit.io.stores.s3 import S3Store, find_crc32_in
 from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, Tolerating, error_code_of
 
 _PATIENCE = 300  # seconds to wait until the process that claimed the upload begins it
@@ -43,43 +42,28 @@ class SentPart:
 
 
 @dataclass(slots=True)
-class S3Destination(StoreOutput):
+class S3Destination(ClaimedOutput[S3Store]):
     """A `Destination` at a prefix of a bucket, or at a single key.
 
-    After `claim`, `has_conditions` and `has_checksums` are the store's features, `resumed` says whether the upload
-    continues an earlier one, and `whole` has the CRC-32 of the large objects that are complete.
+    After `claim`, `has_conditions` and `has_checksums` are the store's features, and `whole` has the CRC-32 of the
+    complete large objects.
     """
 
     has_conditions: bool = True
     has_checksums: bool = True
     lists_uploads: bool = True
-    resumed: bool = False
     sent_bytes: int = 0
     kept_bytes: int = 0
     whole: dict[str, int] = field(default_factory=dict)
-    _bucket: S3Bucket = field(init=False)
+    _bucket: S3Store = field(init=False)
     _uploads: dict[str, str] = field(default_factory=dict)
-    _claimed: Collection[str] = ()  # the files that our claim lists
     _parts: dict[str, dict[int, SentPart]] = field(default_factory=dict)
-    _there: dict[str, int] = field(default_factory=dict)
+    _there: Mapping[str, StoreEntry] = field(default_factory=dict)
     _tag: str = ""  # ETag of the claim as we wrote it
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._bucket = S3Bucket(self.path.store_root)
-
-    def claim(self, *, overwrite: bool, check: Check) -> None:
-        begun = self._read_claim()
-        if begun is not None and begun.plan != self.plan:
-            if not overwrite:
-                raise self._upload_target.claimed_error(begun)
-            self._abandon(begun)
-            begun = None
-        self.resumed = begun is not None
-        if begun is None or begun.uploads is None:
-            self._start_new_upload(begun, overwrite=overwrite, check=check)
-        else:
-            self._resume_from_claim(begun)
+        self._bucket = S3Store(str(self.path.store_root))
 
     def join_upload(self) -> None:
         for _ in range(_PATIENCE):
@@ -144,14 +128,12 @@ class S3Destination(StoreOutput):
 
         Raises `Occupied` if another upload has sent a different one or, before a mark, has taken over the prefix.
         """
-        if self._there.get(name) == len(content) and self._find_crc(name, len(content)) == crc32:
+        if name in self._there and self._find_crc(name, len(content)) == crc32:
             self._add_to_counts(kept=len(content))  # an earlier attempt has sent it
             return
         is_mark = name in self.marks
         if is_mark:
-            begun = self._read_claim()
-            if begun is None or begun.plan != self.plan:
-                raise self._upload_target.lost_claim_error()
+            self._require_claim()
         condition = _ONLY_NEW if is_mark or (self.has_conditions and name not in self._there) else {}
         try:
             retry_on_conflict(
@@ -196,15 +178,13 @@ class S3Destination(StoreOutput):
         for upload in uploads:
             if upload.key in keys:
                 self._bucket.abort_upload(upload.key, upload.upload)
-        for key in (*self._bucket.list_objects(self._upload_target.notes_prefix), self._upload_target.claim_key):
-            self._bucket.call_operation("delete_object", key)
+        ClaimedOutput.commit(self)
 
     def _abandon(self, claim: StoreClaim) -> None:
         """Abort another upload, and delete its files and its claim."""
-        self._uploads, self._claimed = dict(claim.uploads or {}), claim.files
+        self._uploads = dict(claim.uploads or {})
         self._abort_uploads()
-        self._delete_claimed(self._existing_file_sizes())
-        self.commit()
+        ClaimedOutput._abandon(self, claim)
 
     def _abort_uploads(self) -> None:
         for name, upload in self._uploads.items():
@@ -216,29 +196,7 @@ class S3Destination(StoreOutput):
             self.sent_bytes += sent
             self.kept_bytes += kept
 
-    def _delete_claimed(self, existing: Collection[str]) -> None:
-        for name in self._claimed:
-            if name in existing:
-                self._call("delete_object", name)
-
-    def _start_new_upload(self, begun: StoreClaim | None, *, overwrite: bool, check: Check) -> None:
-        existing = self._existing_file_sizes()
-        if existing and not overwrite:
-            raise destination_exists_error(self.path)
-        # delete the marks first, so that no reader sees a checkpoint with missing files
-        self._claimed = begun.files if begun else self._files_to_claim(check() if existing else (), existing)
-        if not self.resumed:
-            self._create_claim()
-        # the claim exists, so a store with conditional writes refuses another one
-        with Tolerating(TAKEN):
-            self._put_claim(None, _ONLY_NEW)
-            self.has_conditions = False
-        asked = self._bucket.call_operation("head_object", self._upload_target.claim_key, ChecksumMode="ENABLED")
-        # some stores merely return every header that they received
-        unasked = self._bucket.call_operation("head_object", self._upload_target.claim_key)
-        self._tag = str(unasked["ETag"])
-        self.has_checksums = self.has_checksums and find_crc32_in(asked) is not None and find_crc32_in(unasked) is None
-        self._delete_claimed(existing)
+    def _start_uploads(self) -> None:
         self._uploads = {}
         try:
             map_in_parallel(
@@ -270,11 +228,16 @@ class S3Destination(StoreOutput):
             return begun.uploads == self._uploads  # equal if only the response to our first attempt was lost
         return True
 
+    def _try_resume(self, begun: StoreClaim) -> bool:
+        if begun.uploads is not None:
+            self._resume_from_claim(begun)
+        return begun.uploads is not None
+
     def _resume_from_claim(self, claim: StoreClaim) -> None:
         """Continue the upload that the claim describes, for our files."""
         self.has_conditions, self.has_checksums, self._claimed = claim.conditions, claim.checksums, claim.files
         self._uploads = dict(claim.uploads or {})
-        self._there = self._existing_file_sizes()
+        self._there = self._existing_files()
         for name, upload in tuple(self._uploads.items()):
             if name not in self.sizes:
                 continue
@@ -320,11 +283,21 @@ class S3Destination(StoreOutput):
             hint = "delete this object, then run the same command again"
             raise Occupied(message, path=self.path / name, hint=hint)
 
-    def _read_claim(self) -> StoreClaim | None:
-        content = self._bucket.find_object_content(self._upload_target.claim_key)
-        return None if content is None else self._upload_target.parse_claim(content)
-
     def _create_claim(self) -> None:
+        """Create the claim, unless a process of our plan has; then find out which features the store has."""
+        if not self.resumed:
+            self._put_new_claim()
+        # the claim exists, so a store with conditional writes refuses another one
+        with Tolerating(TAKEN):
+            self._put_claim(None, _ONLY_NEW)
+            self.has_conditions = False
+        asked = self._bucket.call_operation("head_object", self._upload_target.claim_key, ChecksumMode="ENABLED")
+        # some stores merely return every header that they received
+        unasked = self._bucket.call_operation("head_object", self._upload_target.claim_key)
+        self._tag = str(unasked["ETag"])
+        self.has_checksums = self.has_checksums and find_crc32_in(asked) is not None and find_crc32_in(unasked) is None
+
+    def _put_new_claim(self) -> None:
         try:
             retry_on_conflict(lambda: self._put_claim(None, _ONLY_NEW))
         except IOFailure as error:
@@ -344,20 +317,6 @@ class S3Destination(StoreOutput):
         key, compared = self._upload_target.claim_key, self._body_checksum_arguments(crc32(data))
         response = self._bucket.call_operation("put_object", key, Body=data, **compared, **condition)
         self._tag = str(response["ETag"])
-
-    def _existing_file_sizes(self) -> dict[str, int]:
-        """Return the size of each existing file, by name, without the claim and notes."""
-        base = self._upload_target.object_key("")
-        sizes_by_key = {key: stored.nbytes for key, stored in self._bucket.list_objects(base).items()}
-        if self.is_file:
-            (name,) = self.sizes
-            return {name: sizes_by_key[base]} if base in sizes_by_key else {}
-        return {
-            key.removeprefix(base): size
-            for key, size in sizes_by_key.items()
-            # S3's console makes an empty object for a directory, with a name that ends in a slash
-            if (size or key != base) and not self._upload_target.is_claim_or_note(key)
-        }
 
     def _call(self, operation: str, name: str, **arguments: Any) -> Mapping[str, Any]:
         return self._bucket.call_operation(operation, self._upload_target.object_key(name), **arguments)

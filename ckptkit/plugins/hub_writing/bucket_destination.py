@@ -9,33 +9,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from huggingface_hub import constants
-from huggingface_hub.utils import hf_raise_for_status, http_backoff
-
 from ckptkit.errors import IOFailure, Occupied, Usage, errors_at
-from ckptkit.io.claims import LIMIT, StoreClaim
+from ckptkit.io.claims import ClaimedOutput, StoreClaim
 from ckptkit.io.destination import CLAIM, Check
-from ckptkit.io.file import destination_exists_error, read_small
-from ckptkit.io.path import RemotePath, drop_cached_listing
+from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import is_sent_in_pieces
-from ckptkit.io.stores.hub import make_hub_client, parse_repository_path, request_headers
+from ckptkit.io.stores import StoreEntry
+from ckptkit.io.stores.hub import parse_repository_path
 from ckptkit.io.stores.hub_calls import HubRepository, find_repository, require_token, silenced_hub_client
-from ckptkit.io.stores.hub_errors import AGAIN, MAIN, as_line_without_token, repository_url, translate_hub_errors
-from ckptkit.plugins.hub_writing.calls import (
-    BUCKET,
-    NDJSON,
-    Line,
-    StoredFile,
-    create_bucket,
-    is_private_bucket,
-    request_xet_access,
-    stored_files_among,
-    to_json_lines,
-)
+from ckptkit.io.stores.hub_errors import AGAIN, MAIN, repository_url
+from ckptkit.plugins.hub_writing.bucket_store import HubBucketStore, to_entry
+from ckptkit.plugins.hub_writing.calls import BUCKET, Line, request_xet_access
 from ckptkit.plugins.hub_writing.xet import XetDestination, XetFile, XetFiles, require_session_class
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -77,26 +65,22 @@ def describe_hub_destination(path: RemotePath) -> str:
         require_token()
         if path.parts[1] != BUCKET:
             return str(examine_repository(path))
-        bucket_id = bucket_id_of(path)
-        is_private = is_private_bucket(bucket_id)
+        bucket = HubBucketStore(str(path.store_root))
+        is_private = bucket.is_private
         access = "public" if is_private is False else "private"
-        return f"{repository_url(f'{BUCKET}/{bucket_id}')} ({'new, ' if is_private is None else ''}{access})"
-
-
-def bucket_id_of(path: RemotePath) -> str:
-    """Return the bucket id with its namespace, as requests to the Hub need it."""
-    return "/".join(path.store_root.parts[2:])
-
-
-_MOST = 100  # file changes per request
+        return f"{repository_url(f'{BUCKET}/{bucket.id}')} ({'new, ' if is_private is None else ''}{access})"
 
 
 @dataclass(slots=True)
-class HubBucketDestination(XetDestination):
+class HubBucketDestination(XetDestination, ClaimedOutput[HubBucketStore]):
     """A folder of a bucket, or a single file: a `Destination`."""
 
+    _bucket: HubBucketStore = field(init=False, repr=False)
     _claim: XetFile = field(init=False, repr=False)
     _shown: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._bucket = HubBucketStore(str(self.path.store_root))
 
     @property
     def sent_bytes(self) -> int:
@@ -107,30 +91,10 @@ class HubBucketDestination(XetDestination):
             quiet.enter_context(silenced_hub_client())
             require_token()
             require_session_class()
-            if is_private_bucket(self._id) is None:
-                create_bucket(self._id)
-            existing = set(self._list_files())
-            drop_cached_listing(self.path)
-            path = self._upload_target.claim_path
-            previous = self._upload_target.parse_claim(read_small(path, LIMIT)) if path.exists() else None
-            if previous is not None and previous.plan != self.plan:
-                if not overwrite:
-                    raise self._upload_target.claimed_error(previous)
-                self._delete_claimed(previous.files, existing)
-                self._apply_operations([{"type": "deleteFile", "path": self._upload_target.claim_key}])
-                existing.difference_update(previous.files)
-                previous = None
-            if previous is None and existing and not overwrite:
-                raise destination_exists_error(self.path)
-            claimed = previous.files if previous else self._files_to_claim(check() if existing else (), existing)
-            claim = StoreClaim.begin(self.plan, claimed)
-            self._files = XetFiles(self.path, request_xet_access(BUCKET, self._id))
-            self._files.put_small_file(CLAIM, claim.to_bytes())
-            self._claim = self._files.sent.pop(CLAIM)
-            self._files.sent_bytes = 0  # the claim is not data of the checkpoint
-            self._apply_operations([add_file_operation(self._upload_target.claim_key, self._claim)])
-            # after an interrupted attempt these are older files, or files that are sent again
-            self._delete_claimed(claimed, existing)
+            if self._bucket.is_private is None:
+                self._bucket.create()
+            self._files = XetFiles(self.path, request_xet_access(BUCKET, self._bucket.id))
+            ClaimedOutput.claim(self, overwrite=overwrite, check=check)
             self._quiet = quiet.pop_all()
 
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:  # noqa: ARG002
@@ -152,26 +116,30 @@ class HubBucketDestination(XetDestination):
         """Make all files visible, and delete the claim: the upload is complete."""
         with self._quiet:
             self._publish_other_files()
-            self._apply_operations([{"type": "deleteFile", "path": self._upload_target.claim_key}])
+            ClaimedOutput.commit(self)
 
     def remarks_on_upload(self) -> list[str]:
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
 
-    def _delete_claimed(self, claimed: Sequence[str], existing: Container[str]) -> None:
-        """Delete the existing files of a claim: the marks first, so that no reader sees a checkpoint."""
-        for names in self._in_deletion_order(claimed, existing):
-            keys = map(self._upload_target.object_key, sorted(names))
-            self._apply_operations([{"type": "deleteFile", "path": key} for key in keys])
+    def _try_resume(self, begun: StoreClaim) -> bool:
+        self._claimed = begun.files
+        self._create_claim()
+        # these are older files, or files that are sent again
+        self._delete_claimed(begun.files, self._existing_files())
+        return True
+
+    def _create_claim(self) -> None:
+        self._files.put_small_file(CLAIM, StoreClaim.begin(self.plan, self._claimed).to_bytes())
+        self._claim = self._files.sent.pop(CLAIM)
+        self._files.sent_bytes = 0  # the claim is not data of the checkpoint
+        self._bucket.change_files([add_file_operation(self._upload_target.claim_key, self._claim)])
 
     def _publish_marker(self, name: str) -> None:
         self._publish_other_files()
-        claim_key, key, expected = (
-            self._upload_target.claim_key,
-            self._upload_target.object_key(name),
-            expected_entry(self._files.sent[name]),
-        )
-        listed = stored_files_among(self._id, [claim_key, key])
-        if listed.get(claim_key) != expected_entry(self._claim):
+        claim_key, key = self._upload_target.claim_key, self._upload_target.object_key(name)
+        expected = expected_entry(key, self._files.sent[name])
+        listed = self._bucket.find_objects([claim_key, key])
+        if listed.get(claim_key) != expected_entry(claim_key, self._claim):
             raise self._upload_target.lost_claim_error()
         if listed.get(key, expected) != expected:
             hint = "delete this file, then run the same command again"
@@ -187,56 +155,18 @@ class HubBucketDestination(XetDestination):
         if not names:
             return
         files = self._files.sent
-        self._apply_operations(
+        self._bucket.change_files(
             [add_file_operation(self._upload_target.object_key(name), files[name]) for name in names]
         )
         self._shown.update(names)
-        listed = self._list_files()
+        listed = self._existing_files()
         for name in self._shown:
-            sent, entry = expected_entry(files[name]), listed.get(name)
+            sent, entry = expected_entry(name, files[name]), listed.get(name)
             if entry != sent:
-                found = f"{entry.nbytes} bytes, hash {entry.xet_hash}" if entry else "no such file"
-                expected = f"{sent.nbytes} bytes, hash {sent.xet_hash}"
+                found = f"{entry.size} bytes, hash {entry.tag}" if entry else "no such file"
+                expected = f"{sent.size} bytes, hash {sent.tag}"
                 message = f"the bucket has other bytes: expected {expected}; found {found}"
                 raise IOFailure(message, path=self.path / name, hint=AGAIN)
-
-    def _apply_operations(self, lines: Sequence[Line]) -> None:
-        """Add and delete files of the bucket. Raises `IOFailure` if some of the changes failed.
-
-        Each file is changed completely or not at all, but the changes are not one transaction.
-        https://huggingface.co/docs/hub/storage-buckets
-        """
-        address = f"{constants.ENDPOINT}/api/{BUCKET}/{self._id}/batch"
-        for start in range(0, len(lines), _MOST):
-            batch = lines[start : start + _MOST]
-            with translate_hub_errors(self._id):
-                headers = request_headers() | NDJSON
-                response = http_backoff("POST", address, headers=headers, content=to_json_lines(batch))
-                failed = response.json().get("failed") if response.status_code in (200, 422) else None
-                if failed:
-                    why = as_line_without_token(str(failed[0].get("error")))
-                    message = f"the Hub did not change {len(failed)} of {len(batch)} files: {why}"
-                    path = f"hf://{BUCKET}/{self._id}/{failed[0].get('path')}"
-                    raise IOFailure(message, path=path, hint=AGAIN)
-                hf_raise_for_status(response)
-
-    def _list_files(self) -> dict[str, StoredFile]:
-        """Return the files in the bucket by name, without the claim."""
-        if self.is_file:
-            (name,) = self.sizes
-            described = stored_files_among(self._id, [self.path.key])
-            return {name: described[self.path.key]} if described else {}
-        base = f"{self.path.key}/"
-        with translate_hub_errors(self._id):
-            tree = make_hub_client().list_bucket_tree(self._id, prefix=self.path.key, recursive=True)
-            files = [item for item in tree if item.type == "file" and item.path.startswith(base)]
-        listed = {file.path.removeprefix(base): StoredFile(file.size, file.xet_hash) for file in files}
-        listed.pop(CLAIM, None)
-        return listed
-
-    @property
-    def _id(self) -> str:
-        return bucket_id_of(self.path)
 
 
 def add_file_operation(key: str, sent: XetFile) -> Line:
@@ -244,5 +174,5 @@ def add_file_operation(key: str, sent: XetFile) -> Line:
     return {"type": "addFile", "path": key, "xetHash": sent.hash, "mtime": int(time.time() * 1000)}
 
 
-def expected_entry(sent: XetFile) -> StoredFile:
-    return StoredFile(sent.nbytes, sent.hash)
+def expected_entry(key: str, sent: XetFile) -> StoreEntry:
+    return to_entry(key, sent.nbytes, sent.hash)

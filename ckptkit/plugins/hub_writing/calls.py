@@ -12,8 +12,8 @@ from urllib.parse import quote
 from huggingface_hub import constants
 from huggingface_hub.utils import hf_raise_for_status, http_backoff
 
-from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.io.stores.hub import make_hub_client, request_headers
+from ckptkit.errors import Unsupported
+from ckptkit.io.stores.hub import request_headers
 from ckptkit.io.stores.hub_errors import MAIN, translate_hub_errors
 
 MODEL, BUCKET = "models", "buckets"  # kinds of repositories in the Hub's API
@@ -21,14 +21,6 @@ _SAMPLE = 512  # first bytes of a file, from which the Hub decides whether it is
 NDJSON = {"Content-Type": "application/x-ndjson"}
 
 Line = dict[str, Any]  # one line of a request that changes several files
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file in a bucket: its size, and its Xet content hash."""
-
-    nbytes: int
-    xet_hash: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +64,6 @@ def request_xet_access(kind: str, target_id: str, revision: str | None = None) -
         hf_raise_for_status(response)
         access = response.json()
         return XetAccess(access["casUrl"], access["accessToken"], int(access["exp"]), address, headers)
-
-
-def is_private_bucket(bucket_id: str) -> bool | None:
-    """Return whether a bucket is private; None if it does not exist or is not visible to us."""
-    try:
-        with translate_hub_errors(bucket_id):
-            return bool(make_hub_client().bucket_info(bucket_id).private)
-    except NotACheckpoint:
-        return None
-
-
-def create_bucket(bucket_id: str) -> None:
-    with translate_hub_errors(bucket_id):
-        make_hub_client().create_bucket(bucket_id, private=True)
-
-
-def stored_files_among(bucket_id: str, paths: Iterable[str]) -> dict[str, StoredFile]:
-    """Return the existing files among these paths of a bucket, by path."""
-    with translate_hub_errors(bucket_id):
-        files = list(make_hub_client().get_bucket_paths_info(bucket_id, list(paths)))
-    return {file.path: StoredFile(file.size, file.xet_hash) for file in files}
 
 
 def to_json_lines(lines: Iterable[Line]) -> bytes:

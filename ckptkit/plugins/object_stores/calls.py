@@ -1,4 +1,7 @@
-"""Call Google Cloud Storage or Azure on one bucket, with obstore. Errors of the store become a `CkptError`."""
+"""Call Google Cloud Storage or Azure on one bucket, with obstore, or only read with fsspec if it is not installed.
+
+obstore takes credentials and endpoints from the environment: https://developmentseed.org/obstore/latest/authentication/
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ckptkit.errors import IOFailure, Usage
+from ckptkit.io.path import to_uncached_path
+from ckptkit.io.stores import Read, Store, StoreEntry
+from ckptkit.io.stores.generic import FileSystem
 from ckptkit.plugins.object_stores.errors import has_no_error_code, is_missing_object_error, to_object_store_error
 
 if TYPE_CHECKING:
@@ -25,19 +32,71 @@ _ALLOWS_HTTP = ("AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
 _TIMEOUT = "300s"  # per request: a large part may take long
 
 
-class ObjectBucket:
-    """One bucket or container with the path `root`. The methods are thread-safe."""
+def open_bucket_store(url: str) -> Store:
+    """Return the bucket or container at `url`, to read from."""
+    return ObjectBucket(url) if find_spec("obstore") else FileSystem(url)
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+
+class ObjectBucket:
+    """The bucket or container at `url`, also as a directory tree: keys with slashes are paths. Thread-safe."""
+
+    hint = "check the network"
+
+    def __init__(self, url: str) -> None:
+        self.root = to_uncached_path(url)
+        self._seen: dict[str, ObjectMeta] = {}
         try:
-            self.store = open_object_store(str(root))
+            self.store = open_object_store(url)
         except ImportError as error:
-            scheme = root.parts[0].removesuffix(":")
+            scheme = url.partition("://")[0]
             hint = f"run `pip install 'ckptkit-fsdp[{scheme}]'`"
             raise Usage(f"writing to `{scheme}://` needs a package that is not installed", hint=hint) from error
         except Exception as error:
-            raise to_object_store_error(error, root) from error
+            raise to_object_store_error(error, self.root) from error
+
+    def find_entry(self, key: str) -> StoreEntry | None:
+        """Return the entry at `key`, or None. An empty object with other objects below it is a directory."""
+        meta = self.find_object_meta(key) if key else None
+        if meta is not None and meta["size"]:
+            return entry_from_object_meta(meta)
+        below = next(iterate_objects(self.store, key), None)
+        if below is not None or not key:
+            return StoreEntry("", is_dir=True)
+        return None if meta is None else entry_from_object_meta(meta)
+
+    def list_entries(self, key: str) -> list[StoreEntry]:
+        """Return the entries in the directory at `key`.
+
+        Leaves out the empty objects that some tools create for directories.
+        """
+        from obstore import list_with_delimiter
+
+        listing = list_with_delimiter(self.store, key or None)
+        folders = {prefix.rpartition("/")[2] for prefix in listing["common_prefixes"]}
+        files = [entry_from_object_meta(meta) for meta in listing["objects"] if meta["path"] != key]
+        return [
+            *(StoreEntry(name, is_dir=True) for name in sorted(folders)),
+            *(entry for entry in files if entry.name not in folders),
+        ]
+
+    def open_reader(self, key: str, entry: StoreEntry) -> Read:
+        """Return a function that reads byte ranges of the object at `key`, and fails if its ETag changed."""
+        from obstore import get
+
+        meta = self._seen.get(key) or self.find_object_meta(key)
+        if meta is None or entry_from_object_meta(meta) != entry:
+            raise IOFailure("the file was replaced while it was being read", hint="run the same command again")
+        self._seen[key] = meta
+        tag = meta["e_tag"]
+
+        def read(start: int, stop: int) -> bytes:
+            response = get(self.store, key, options={"range": (start, stop), **({"if_match": tag} if tag else {})})
+            return bytes(response.bytes())
+
+        return read
+
+    def drop_cache(self) -> None:
+        self._seen.clear()
 
     def put_object(self, key: str, data: bytes | bytearray | memoryview) -> None:
         """Write an object, and replace an existing one."""
@@ -78,10 +137,17 @@ class ObjectBucket:
 
         return self._call_or_none(key, ask)
 
-    def list_objects(self, prefix: str) -> dict[str, ObjectMeta]:
-        """Return all objects whose key starts with `prefix` and a slash."""
+    def find_object_content(self, key: str) -> bytes | None:
+        found = self.find_content_and_version(key)
+        return found and found[0]
+
+    def list_objects(self, prefix: str) -> dict[str, StoreEntry]:
+        """Return the objects below a `prefix` that ends in a slash, or the object of this name, by key."""
+        if prefix and not prefix.endswith("/"):
+            meta = self.find_object_meta(prefix)
+            return {prefix: entry_from_object_meta(meta)} if meta else {}
         with self._translate_errors(prefix):
-            return {meta["path"]: meta for meta in iterate_objects(self.store, prefix)}
+            return {meta["path"]: entry_from_object_meta(meta) for meta in iterate_objects(self.store, prefix)}
 
     def delete_objects(self, keys: Sequence[str]) -> None:
         """Delete objects, in any order. A missing object is not an error."""
@@ -99,15 +165,15 @@ class ObjectBucket:
                     with suppress(FileNotFoundError):
                         delete(self.store, key)
 
-    def to_ckpt_error(self, error: Exception, key: str) -> IOFailure:
-        return to_object_store_error(fetch_error_detail(self.store, error), self.root / key)
+    def to_ckpt_error(self, error: Exception, path: Path) -> IOFailure:
+        return to_object_store_error(fetch_error_detail(self.store, error), path)
 
     def _call_or_none(self, key: str, request: Callable[[], T]) -> T | None:
         with self._translate_errors(key):
             try:
                 return request()
             except FileNotFoundError as error:
-                if not is_missing_object_error(fetch_error_detail(self.store, error)):
+                if not is_missing_object_error(error):
                     raise
                 return None
 
@@ -116,7 +182,7 @@ class ObjectBucket:
         try:
             yield
         except Exception as error:  # obstore raises its own exceptions and built-in ones
-            raise self.to_ckpt_error(error, key) from error
+            raise self.to_ckpt_error(error, self.root / key) from error
 
 
 class ObjectStream:
@@ -172,7 +238,7 @@ class ObjectStream:
                 if self._error is None:
                     self._error = error
                     if isinstance(error, Exception):
-                        self._error = self._bucket.to_ckpt_error(error, self._key)
+                        self._error = self._bucket.to_ckpt_error(error, self._bucket.root / self._key)
                 self._changed.notify_all()
 
     def _pieces(self) -> Iterator[memoryview]:
@@ -208,8 +274,15 @@ def iterate_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectMeta]:
     """Yield all objects whose key starts with `prefix` and a slash."""
     from obstore import list as list_pages
 
-    for page in list_pages(store, prefix or None, chunk_size=1000):
+    for page in list_pages(store, prefix.rstrip("/") or None, chunk_size=1000):
         yield from page
+
+
+def entry_from_object_meta(meta: ObjectMeta) -> StoreEntry:
+    """Return the entry of an object, with its ETag as tag. Only some requests put quotes around the ETag."""
+    changed = meta["last_modified"].timestamp()
+    tag = (meta["e_tag"] or str(changed)).strip('"')
+    return StoreEntry(meta["path"].rpartition("/")[2], False, meta["size"], float(int(changed)), tag)
 
 
 def fetch_error_detail(store: ObjectStore, error: Exception) -> Exception:

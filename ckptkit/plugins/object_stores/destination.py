@@ -8,17 +8,14 @@ send, so ckptkit compares sizes. Notes next to the claim record for a later atte
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import TYPE_CHECKING, NoReturn
 from uuid import uuid4
 
 from ckptkit.errors import IOFailure, Occupied, Unsupported
-from ckptkit.io.claims import StoreClaim, StoreOutput
+from ckptkit.io.claims import ClaimedOutput, StoreClaim
 from ckptkit.io.crc32 import combine_crc32, crc32
-from ckptkit.io.destination import Check
-from ckptkit.io.file import destination_exists_error
 from ckptkit.io.path import map_in_parallel
 from ckptkit.io.pieces import FilePiece, OrderedWriter, is_sent_in_pieces, piece_size_for
 from ckptkit.plugins.object_stores.calls import ObjectBucket, ObjectStream
@@ -38,14 +35,12 @@ class SentFile:
 
 
 @dataclass(slots=True)
-class ObjectDestination(StoreOutput):
+class ObjectDestination(ClaimedOutput[ObjectBucket]):
     """A prefix of a bucket or container, or a single key: a `Destination`.
 
-    After `claim`, `resumed` is true if an earlier upload of the same files continues; `whole` has the large files that
-    are complete.
+    After `claim`, `whole` has the large files that are complete.
     """
 
-    resumed: bool = False
     sent_bytes: int = 0
     kept_bytes: int = 0
     whole: dict[str, SentFile] = field(default_factory=dict)
@@ -54,31 +49,20 @@ class ObjectDestination(StoreOutput):
     _owner: str = field(default_factory=lambda: uuid4().hex)
     _streams: dict[str, ObjectStream] = field(default_factory=dict)
     _sums: dict[str, int] = field(default_factory=dict)  # the CRC-32 of the bytes written to each stream
+    _version: UpdateVersion | None = None  # of the claim, as it was last read
     _sent: dict[str, int] = field(default_factory=dict)  # expected size of each sent file
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
-        self._bucket = ObjectBucket(self.path.store_root)
+        self._bucket = ObjectBucket(str(self.path.store_root))
         self._ordered = OrderedWriter(self._write_piece)
-
-    def claim(self, *, overwrite: bool, check: Check) -> None:
-        previous = self._read_claim()
-        if previous is not None and previous[0].plan == self.plan:
-            self._take_over_upload(*previous)
-            return
-        if previous is not None:
-            if not overwrite:
-                raise self._upload_target.claimed_error(previous[0])
-            self._delete_claimed(previous[0].files, self._existing_files())
-            self._delete_notes_and_claim()
-        self._start_new_upload(overwrite=overwrite, check=check)
 
     def join_upload(self) -> None:
         """Join an upload that another process has claimed, to send full files; see `Destination`."""
-        previous = self._read_claim()
-        if previous is None or previous[0].plan != self.plan:
+        begun = self._read_claim()
+        if begun is None or begun.plan != self.plan:
             raise self._upload_target.no_claim_error()
-        self._owner = previous[0].owner
+        self._owner = begun.owner
 
     def put(self, piece: FilePiece, data: memoryview, crc: int) -> None:
         """Send a byte range of a large file after the ranges before it; send a small file at once."""
@@ -139,52 +123,40 @@ class ObjectDestination(StoreOutput):
         self.put_note("", b"")
 
     def commit(self) -> None:
-        """Delete the notes and the claim, if this upload still has it: the upload is complete."""
+        """Finish a complete upload, if it still has its claim."""
         self._require_claim()
-        self._delete_notes_and_claim()
+        ClaimedOutput.commit(self)
 
     def remarks_on_upload(self) -> list[str]:
         words = "this store does not compare checksums, so ckptkit compared only the sizes of the files"
         return [f"{words}: {command_line('verify', self.path)} reads every byte back"]
 
-    def _start_new_upload(self, *, overwrite: bool, check: Check) -> None:
-        existing = self._existing_files()
-        if existing and not overwrite:
-            raise destination_exists_error(self.path)
-        claimed = self._files_to_claim(check() if existing else (), existing)
-        claim = StoreClaim.begin(self.plan, claimed, owner=self._owner)
+    def _create_claim(self) -> None:
+        claim = StoreClaim.begin(self.plan, self._claimed, owner=self._owner)
         if not self._bucket.try_put_object(self._upload_target.claim_key, claim.to_bytes()):
-            previous = self._read_claim()
+            begun = self._read_claim()
             # our own claim may exist: the response to a first request was lost
-            if previous is None or previous[0].owner != self._owner:
+            if begun is None or begun.owner != self._owner:
                 raise self._upload_target.taken_meanwhile_error()
-        self._delete_claimed(claimed, existing)
 
-    def _take_over_upload(self, previous: StoreClaim, expected_version: UpdateVersion) -> None:
+    def _try_resume(self, begun: StoreClaim) -> bool:
         """Resume an upload and take over its claim. A process that still works on it loses the claim."""
-        begun = StoreClaim.begin(self.plan, previous.files, owner=self._owner)
-        ours = replace(begun, started=previous.started)
-        if not self._bucket.try_put_object(self._upload_target.claim_key, ours.to_bytes(), expected_version):
+        ours = replace(StoreClaim.begin(self.plan, begun.files, owner=self._owner), started=begun.started)
+        if not self._bucket.try_put_object(self._upload_target.claim_key, ours.to_bytes(), self._version):
             self._require_claim()
-        self.resumed = True
         existing = self._existing_files()
-        noted = self._bucket.list_objects(self._upload_target.notes_prefix.rstrip("/"))
+        noted = self._bucket.list_objects(self._upload_target.notes_prefix)
         large = [name for name, size in self.sizes.items() if name in existing and is_sent_in_pieces(size)]
         with_note = [name for name in large if self._note_key(name) in noted]
         read = map_in_parallel(self._bucket.find_content_and_version, map(self._note_key, with_note))
         for name, note in zip(with_note, read, strict=True):
             sent = None if note is None else parse_sent_file_note(note[0])
-            if sent is not None and existing[name] == (sent.nbytes, sent.tag):
+            if sent is not None and (existing[name].size, existing[name].tag) == (sent.nbytes, sent.tag):
                 self.whole[name] = sent
                 self._sent[name] = sent.nbytes
         # the other files are older, if the earlier attempt ended while it deleted them, or are sent again
-        self._delete_claimed(previous.files, existing.keys() - self.whole.keys())
-
-    def _delete_claimed(self, claimed: Sequence[str], existing: Container[str]) -> None:
-        """Delete the existing files of a claim: the marks first, one by one, so that no reader sees a checkpoint."""
-        first, rest = self._in_deletion_order(claimed, existing)
-        for names in (*([name] for name in first), rest):
-            self._bucket.delete_objects([self._upload_target.object_key(name) for name in names])
+        self._delete_claimed(begun.files, existing.keys() - self.whole.keys())
+        return True
 
     def _write_piece(self, piece: FilePiece, data: memoryview) -> None:
         """Add the next byte range to the stream of its file. A marker stays invisible until `finish_file`."""
@@ -222,43 +194,19 @@ class ObjectDestination(StoreOutput):
         """Raise `IOFailure` unless the store has every sent file except markers, with the right size."""
         existing = self._existing_files()
         for name, size in self._sent.items():
-            found_size = existing.get(name, (None, ""))[0]
-            if name not in self.marks and found_size != size:
-                message = f"expected {size} bytes, found {'no object' if found_size is None else found_size}"
+            found = existing[name].size if name in existing else "no object"
+            if name not in self.marks and found != size:
+                message = f"expected {size} bytes, found {found}"
                 hint = "something else writes here: run the same command again"
                 raise IOFailure(message, path=self.path / name, hint=hint)
-
-    def _require_claim(self) -> None:
-        """Raise `Occupied` if another process has taken over the destination."""
-        current = self._read_claim()
-        if current is None or current[0].owner != self._owner:
-            goes_on = current is not None and current[0].plan == self.plan
-            raise self._upload_target.lost_claim_error("goes on with" if goes_on else "has canceled")
 
     def _occupied_error(self, name: str) -> Occupied:
         hint = "delete this object, then run the same command again"
         return Occupied("another object is there", path=self.path / name, hint=hint)
 
-    def _read_claim(self) -> tuple[StoreClaim, UpdateVersion] | None:
-        content = self._bucket.find_content_and_version(self._upload_target.claim_key)
-        return None if content is None else (self._upload_target.parse_claim(content[0]), content[1])
-
-    def _delete_notes_and_claim(self) -> None:
-        self._bucket.delete_objects(list(self._bucket.list_objects(self._upload_target.notes_prefix.rstrip("/"))))
-        self._bucket.delete_objects([self._upload_target.claim_key])
-
-    def _existing_files(self) -> dict[str, tuple[int, str]]:
-        """Return size and ETag of each existing file by name, without the claim and the notes."""
-        if self.is_file:
-            (name,) = self.sizes
-            meta = self._bucket.find_object_meta(self.path.key)
-            found = {} if meta is None else {name: meta}
-        else:
-            base, listed = self._upload_target.object_key(""), self._bucket.list_objects(self.path.key)
-            found = {
-                key.removeprefix(base): listed[key] for key in listed if not self._upload_target.is_claim_or_note(key)
-            }
-        return {name: (meta["size"], (meta["e_tag"] or "").strip('"')) for name, meta in found.items()}
+    def _read_claim(self) -> StoreClaim | None:
+        content, self._version = self._bucket.find_content_and_version(self._upload_target.claim_key) or (b"", None)
+        return self._upload_target.parse_claim(content) if self._version is not None else None
 
     def _note_key(self, name: str) -> str:
         return f"{self._upload_target.notes_prefix}{name}.json"

@@ -34,10 +34,10 @@ from ckptkit.io.destination import CLAIM
 from ckptkit.io.disk import make_directories, warn_of_lost_guarantee
 from ckptkit.io.file import list_children, read_small
 from ckptkit.io.path import RemotePath, drop_cached_listing, is_remote
-from ckptkit.io.stores.s3 import S3Bucket
+from ckptkit.io.stores.s3 import S3Store
 from ckptkit.io.stores.s3_errors import DENIED, TAKEN, error_code_of
 from ckptkit.models.companions import CONFIG
-from ckptkit.plugins.s3_runs.objects import delete_objects, find_claim_at, in_batches, read_store_or_local_clock
+from ckptkit.plugins.s3_runs.objects import delete_batch, find_claim_at, in_batches, read_store_or_local_clock
 from ckptkit.runs.deletion import PINS, WATCHES, is_pinned, locked_watch, require_unmoved_run
 from ckptkit.runs.keeper import WatchLease, reasons_to_keep, require_complete_checkpoint
 from ckptkit.words import command_line
@@ -53,7 +53,7 @@ class S3Keeper:
 
     def __init__(self, root: RemotePath) -> None:
         self.root = root
-        self.bucket = S3Bucket(root.store_root)
+        self.bucket = S3Store(str(root.store_root))
         self._half_deleted: set[Path] = set()
 
     def drop_cached_listings(self) -> None:
@@ -222,7 +222,7 @@ class S3Keeper:
                     hint = f"{command_line('ls', self.root)} shows what is there now"
                     raise Occupied("another process finished this deletion", path=checkpoint, hint=hint)
                 return
-            delete_objects(self.bucket, batch)
+            delete_batch(self.bucket, batch)
         self._drop_claim(checkpoint)
 
     def _has_new_files(self, checkpoint: Path) -> bool:

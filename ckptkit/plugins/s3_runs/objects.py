@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ from itertools import islice
 from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.claims import StoreClaim
 from ckptkit.io.path import RemotePath, drop_cached_listing
-from ckptkit.io.stores.s3 import MultipartUpload, S3Bucket
+from ckptkit.io.stores.s3 import MultipartUpload, S3Store
 from ckptkit.io.stores.s3_errors import ABSENT, TAKEN, Tolerating, error_code_of, to_s3_error
 
 _BATCH = 1000  # S3's maximum of objects per deletion request
@@ -37,26 +37,18 @@ class StoreRefused(Exception):
         self.response = {"Error": {"Code": code, "Message": message}}
 
 
-@dataclass(frozen=True, slots=True)
-class SentParts:
-    """The bytes of the parts of an upload that a store has, and the time of the latest; both are 0 without parts."""
-
-    nbytes: int
-    changed: float
-
-
-def find_sent_parts(bucket: S3Bucket, upload: MultipartUpload) -> SentParts | None:
-    """Return the size and time of an upload's parts; None if the upload no longer exists."""
-    nbytes, changed = 0, 0.0
+def measure_upload(bucket: S3Store, upload: MultipartUpload) -> MultipartUpload | None:
+    """Return an upload with the size and the time of its parts; None if it no longer exists."""
+    nbytes, active = 0, upload.active
     with Tolerating(ABSENT):
         for part in bucket.list_parts(upload.key, upload.upload):
             nbytes += int(part["Size"])
-            changed = max(changed, part["LastModified"].timestamp())
-        return SentParts(nbytes, changed)
+            active = max(active, part["LastModified"].timestamp())
+        return replace(upload, active=active, nbytes=nbytes)
     return None
 
 
-def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
+def delete_batch(bucket: S3Store, keys: Sequence[str]) -> None:
     """Delete up to 1,000 objects in one request, or one by one if the store lacks batch deletion.
 
     Raises `IOFailure` for the first object that the store does not delete. A missing object counts as deleted.
@@ -85,7 +77,7 @@ def delete_objects(bucket: S3Bucket, keys: Sequence[str]) -> None:
         time.sleep(pause or 0)
 
 
-def find_claim_at(bucket: S3Bucket, key: str) -> StoreClaim | None:
+def find_claim_at(bucket: S3Store, key: str) -> StoreClaim | None:
     """Return the claim at a key, from the store and not from a cache; None if it does not exist."""
     content = bucket.find_object_content(key)
     return None if content is None else StoreClaim.parse(content)
@@ -97,7 +89,7 @@ def in_batches(keys: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def read_store_or_local_clock(bucket: S3Bucket) -> float:
+def read_store_or_local_clock(bucket: S3Store) -> float:
     """Return the time by the store's clock, in seconds since 1970."""
     answer = bucket.call_operation("list_objects_v2", MaxKeys=1)
     date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
@@ -108,7 +100,7 @@ class S3SmallFiles:
     """Implements `SmallFiles` for the bucket of `root`."""
 
     def __init__(self, root: RemotePath) -> None:
-        self._bucket = S3Bucket(root.store_root)
+        self._bucket = S3Store(str(root.store_root))
 
     def find_content_tag(self, path: RemotePath) -> str:
         with Tolerating(_ABSENT):

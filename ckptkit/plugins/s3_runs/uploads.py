@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import PurePosixPath
 
 from ckptkit.io.claims import StoreClaim, UploadTarget, prefix_below
 from ckptkit.io.destination import CLAIM, NOTES
 from ckptkit.io.path import RemotePath, drop_cached_listing, map_in_parallel
-from ckptkit.io.stores.s3 import MultipartUpload, S3Bucket, StoredObject
+from ckptkit.io.stores import StoreEntry
+from ckptkit.io.stores.s3 import MultipartUpload, S3Store
 from ckptkit.plugins.s3_runs.objects import (
-    SentParts,
-    delete_objects,
+    delete_batch,
     find_claim_at,
-    find_sent_parts,
     in_batches,
+    measure_upload,
     read_store_or_local_clock,
 )
 from ckptkit.runs.uploads import OpenUpload
@@ -23,25 +24,24 @@ from ckptkit.runs.uploads import OpenUpload
 
 def find_uploads(root: RemotePath) -> list[OpenUpload]:
     """Return the unfinished uploads at or below a prefix; the most recently active come last."""
-    bucket = S3Bucket(root.store_root)
+    bucket = S3Store(str(root.store_root))
     objects = {key: stored for key, stored in bucket.list_objects(root.key).items() if is_in_upload_of(key, root.key)}
     uploads = [upload for upload in bucket.list_uploads(root.key) if is_in_upload_of(upload.key, root.key)]
-    parts = map_in_parallel(lambda upload: find_sent_parts(bucket, upload), uploads)
-    measured = {upload: sent for upload, sent in zip(uploads, parts, strict=True) if sent is not None}
+    measured = [upload for upload in map_in_parallel(partial(measure_upload, bucket), uploads) if upload]
     claimed = list(claimed_destinations(bucket, objects))
     now = read_store_or_local_clock(bucket)
     every = [make_open_upload(place, claim, objects, measured, now) for place, claim in claimed]
     named = {upload for _, claim in claimed for upload in (claim.uploads or {}).values()}
-    for upload, sent in measured.items():
+    for upload in measured:
         if upload.upload not in named:  # it is from another tool, or its claim was lost
             started = datetime.fromtimestamp(upload.began, UTC).isoformat(timespec="seconds")
-            idle = max(0.0, now - max(upload.began, sent.changed))
+            idle = max(0.0, now - upload.active)
             path = RemotePath(*bucket.root.parts, upload.key)
-            every.append(OpenUpload(path, started, None, idle, (upload,), sent.nbytes))
+            every.append(OpenUpload(path, started, None, idle, (upload,), upload.nbytes))
     return sorted(every, key=lambda upload: (-upload.idle_seconds, str(upload.path)))
 
 
-def claimed_destinations(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[tuple[UploadTarget, StoreClaim]]:
+def claimed_destinations(bucket: S3Store, keys: Iterable[str]) -> Iterator[tuple[UploadTarget, StoreClaim]]:
     """Yield the destinations that uploads have claimed, with the claims; claims of deletions are skipped."""
     for key in keys:
         if not key.endswith(CLAIM):
@@ -56,28 +56,28 @@ def claimed_destinations(bucket: S3Bucket, keys: Iterable[str]) -> Iterator[tupl
 def make_open_upload(
     place: UploadTarget,
     claim: StoreClaim,
-    objects: Mapping[str, StoredObject],
-    parts_by_upload: Mapping[MultipartUpload, SentParts],
+    objects: Mapping[str, StoreEntry],
+    uploads: Iterable[MultipartUpload],
     now: float,
 ) -> OpenUpload:
     """Return the upload of a claimed destination."""
     ids = set((claim.uploads or {}).values())
-    files = tuple(upload for upload in parts_by_upload if upload.upload in ids)
-    write_times = [max(upload.began, parts_by_upload[upload].changed) for upload in files]
+    files = tuple(upload for upload in uploads if upload.upload in ids)
+    write_times = [upload.active for upload in files]
     base, finished_bytes = place.object_key(""), 0
     for key, stored in objects.items():
         if place.is_claim_or_note(key):
             write_times.append(stored.changed)
         elif key == base if place.is_file else key.startswith(base):
             write_times.append(stored.changed)
-            finished_bytes += stored.nbytes
+            finished_bytes += stored.size
     return OpenUpload(
         place.path,
         claim.started,
         claim.host,
         max(0.0, now - max(write_times)),
         files,
-        sum(parts_by_upload[upload].nbytes for upload in files),
+        sum(upload.nbytes for upload in files),
         finished_bytes,
         claim,
     )
@@ -88,16 +88,15 @@ def abort_open_upload(upload: OpenUpload) -> bool:
 
     Returns False, and changes nothing, if another upload has taken over the destination.
     """
-    bucket = S3Bucket(upload.path.store_root)
+    bucket = S3Store(str(upload.path.store_root))
     either = (UploadTarget(upload.path, is_file) for is_file in (False, True)) if upload.claim else ()
     own = next((place for place in either if find_claim_at(bucket, place.claim_key) == upload.claim), None)
     if upload.claim is not None and own is None:
         return False
     map_in_parallel(lambda one: bucket.abort_upload(one.key, one.upload), upload.files)
     if own is not None:
-        notes = list(bucket.list_objects(own.notes_prefix))
-        for batch in in_batches(notes):
-            delete_objects(bucket, batch)
+        for batch in in_batches(list(bucket.list_objects(own.notes_prefix))):
+            delete_batch(bucket, batch)
         bucket.call_operation("delete_object", own.claim_key)  # last: until then an interrupted abort can be repeated
     drop_cached_listing(upload.path)
     return True
