@@ -22,7 +22,6 @@ from huggingface_hub.utils import get_session, hf_raise_for_status
 from ckptkit.errors import Corrupt, IOFailure, Occupied, Usage, and_more
 from ckptkit.io.destination import Check
 from ckptkit.io.file import destination_exists_error
-from ckptkit.io.pieces import is_sent_in_pieces
 from ckptkit.io.stores.hub import request_headers
 from ckptkit.io.stores.hub_calls import (
     HubRepository,
@@ -99,14 +98,7 @@ class HubRepoDestination(XetDestination):
         with self._lock:
             self._inline[name] = bytes(content)
 
-    def finish_file(self, name: str, crc32: int) -> None:
-        """Check that the CRC-32 of a large file equals the CRC-32 of the sent bytes."""
-        if is_sent_in_pieces(self.sizes[name]):
-            self._files.require_sent_crc32(name, crc32)
-
-    def put_marker(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:
-        """Send a full file. Markers need no special order, because all files appear in one commit."""
-        self.put_small_file(name, content, crc32)
+    put_marker = put_small_file  # in any order, because all files appear in one commit
 
     def commit(self) -> None:
         """Commit all files, and compare them with the files that the Hub then lists.

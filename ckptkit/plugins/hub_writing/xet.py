@@ -21,7 +21,7 @@ from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsupported
 from ckptkit.io.claims import StoreOutput
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.path import RemotePath
-from ckptkit.io.pieces import FilePiece, OrderedWriter
+from ckptkit.io.pieces import FilePiece, OrderedWriter, is_sent_in_pieces
 from ckptkit.io.stores.hub_errors import AGAIN, as_line_without_token
 from ckptkit.plugins.hub_writing.calls import XetAccess
 
@@ -32,6 +32,10 @@ class XetDestination(StoreOutput, ABC):
 
     _files: XetFiles = field(init=False, repr=False)
     _quiet: ExitStack = field(init=False, repr=False)  # silences the output of the libraries during the upload
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._files.sent_bytes
 
     @property
     def kept_bytes(self) -> int:
@@ -59,6 +63,11 @@ class XetDestination(StoreOutput, ABC):
     @abstractmethod
     def put_small_file(self, name: str, content: bytes | bytearray | memoryview, crc32: int) -> None:
         """Send a full file to the storage."""
+
+    def finish_file(self, name: str, crc32: int) -> None:
+        """Check that the CRC-32 of a large file equals the CRC-32 of the sent bytes."""
+        if is_sent_in_pieces(self.sizes[name]):
+            self._files.require_sent_crc32(name, crc32)
 
     def stop(self, error: BaseException) -> None:
         self._files.stop(error)
