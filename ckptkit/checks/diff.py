@@ -9,6 +9,7 @@ from operator import ne
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.component import require_archives_of_one_save
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_parameter_key_kind
@@ -65,6 +66,8 @@ def diff(
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     terms = CompareOptions(tolerance, allow_cast)
     one, two = Checkpoint.open(a), Checkpoint.open(b)
+    for part in (*one.components, *two.components):
+        require_archives_of_one_save(part.layout)
     order = None if optimizer_order is None else read_optimizer_order(str(optimizer_order))
     if order is not None and {find_parameter_key_kind(side.layout) for side in (one, two)} != {NAMES, IDS}:
         message = f"{ORDER}: expected numbers of parameters in one optimizer and names in the other"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
-from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.component import Component, require_archives_of_one_save
 from ckptkit.engine.compare import compare_computed, compare_layouts
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate_all_chunks
@@ -134,6 +134,8 @@ def moved(a: Source, b: Source, *, jobs: int | None = None, progress: Progress |
     """
     parts = [Checkpoint.open(source).model_component for source in (a, b)]
     one, two = (part.path for part in parts)
+    for part in parts:
+        require_archives_of_one_save(part.layout)
     sides = [with_model_names(Side(part.path, part.layout)) for part in parts]
     ours, theirs = (side.only_weights().layout if side.weights else side.layout for side in sides)
     models = [ComparableModel.of(side, part) for side, part in zip((ours, theirs), parts, strict=True)]

@@ -15,6 +15,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.component import require_archives_of_one_save
 from ckptkit.checkpoints.several_disks import Others
 from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.engine.read import SharedRuns, read_box
@@ -72,6 +73,7 @@ class HubModel:
             hint = "pass base=MODEL, a directory or Hub id with the config.json of this model"
             message = f"expected a {CONFIG} in the checkpoint or its run, found none"
             raise Mismatch(message, path=checkpoint.path, hint=hint)
+        require_archives_of_one_save(part.layout)
         sources = tuple(locate_all_chunks(decompress_entries(layout)) for layout in (model.layout, *model.others))
         tensors = LazyCheckpoint(sources[0], sources, model.recipes_by_name())
         return cls(checkpoint.path, model.companions.to_files(), dict(model.config), tensors, model.remarks)
@@ -294,7 +296,9 @@ class View:
             if isinstance(item, slice):
                 low, high, step = item.indices(extent)
                 if step != 1:
-                    raise ValueError(f"a slice with step {step}: read without a step, then take every {step}th element")
+                    raise ValueError(
+                        f"a slice with step {step}: read without a step, then take `[::{step}]` of the result"
+                    )
                 start[axis], size[axis] = start[axis] + low, max(0, high - low)
             else:
                 at = as_integer(item)

@@ -11,6 +11,7 @@ from typing import Self, overload
 
 from ckptkit import words
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.component import require_archives_of_one_save
 from ckptkit.checks.moved import Moved, moved
 from ckptkit.checks.tree import Branch, folded_tree_lines
 from ckptkit.engine.blocks import Block, blocks_of_plan
@@ -153,6 +154,7 @@ def stats(
     whole = checkpoint.layout
     asked = Edits(include, exclude, allow_unmatched=allow_unmatched)
     asked.check_globs([whole], checkpoint.path)
+    require_archives_of_one_save(whole)
     layout = locate_all_chunks(edits.select_entries(replace(whole, blobs={}), asked.is_selected))
     if not layout.tensors and (include or exclude):
         raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")

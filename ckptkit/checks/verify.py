@@ -45,6 +45,7 @@ from ckptkit.checks.masters import compare_low_precision_copies, compare_masters
 from ckptkit.checks.own_files import OwnFiles
 from ckptkit.engine.scan import find_first_zero_page, scan_files
 from ckptkit.errors import (
+    DAMAGED,
     CkptError,
     Corrupt,
     IOFailure,
@@ -547,7 +548,7 @@ def verify_whole_files(own: OwnFiles, sums: Mapping[str, FileSum], problems: Pro
         found, path = sums.get(name), own.root / name
         if found is not None and found != wanted and not problems.has_problem_in(path):
             message = f"expected CRC-32 {wanted.crc32:08x} (manifest), found {found.crc32:08x}"
-            problems.add(Corrupt(message, path=path, hint=RESTORE))
+            problems.add(Corrupt(message, path=path, hint=DAMAGED if name in own.layout.paths else RESTORE))
     if own.manifest and own.path.is_dir():
         for name in own.unexpected_files:
             hint = "delete the file if it belongs to another checkpoint"

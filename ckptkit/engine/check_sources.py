@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptkit.engine.ledger import Ledger, SourcePlace, offsets_in_byte_range
 from ckptkit.engine.scan import file_checksum
-from ckptkit.errors import Corrupt
+from ckptkit.errors import DAMAGED, Corrupt
 from ckptkit.io.crc32 import RESTORE, Checksums, damage_message
 from ckptkit.io.file import file_size
 from ckptkit.layout import Chunk, Extent, FileOffset, Layout, ReadRun
@@ -174,18 +174,23 @@ def verify_mostly_checksummed_files(layout: Layout) -> None:
             try_verify_file(layout, path, ranges)
 
 
-def verify_fully_checksummed_files(layout: Layout) -> None:
-    """Verify each file in which every chunk has a CRC-32. Reads only the bytes between the chunks."""
+def find_files_of_other_saves(layout: Layout) -> dict[str, Corrupt]:
+    """Return an error for each file that differs from its CRC-32, although each of its chunks has a CRC-32.
+
+    Reads only the bytes between the chunks.
+    """
     chunks = (chunk for tensor in layout.tensors.values() for chunk in tensor.chunks)
     unknown = {chunk.path for chunk in chunks if chunk.where or chunk.crc32 is None}
+    errors = {}
     for path, ranges in checksummed_ranges_by_file(layout).items():
         if not ranges or path in unknown:
             continue
         try:
             try_verify_file(layout, path, ranges, max_uncovered=layout.file_sums[path][0])
-        except Corrupt as error:
+        except Corrupt:
             message = "expected the file that the manifest describes, found one of another save or rank"
-            raise Corrupt(message, path=layout.root / path, hint=RESTORE) from error
+            errors[path] = Corrupt(message, path=layout.root / path, hint=DAMAGED)
+    return errors
 
 
 def checksummed_ranges_by_file(layout: Layout) -> dict[str, list[Extent]]:

@@ -10,26 +10,22 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.engine.check_sources import verify_fully_checksummed_files
+from ckptkit.checkpoints.component import require_archives_of_one_save
 from ckptkit.engine.copy import check_all_units_written, copy_by_plan
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import WHOLE, Share
-from ckptkit.errors import Corrupt, IOFailure, Occupied, skip_problem
-from ckptkit.formats import locate_all_chunks
-from ckptkit.formats.archives.locate import ENVELOPE
+from ckptkit.errors import Corrupt, IOFailure, Occupied
 from ckptkit.io.allocation import create_file, make_directory, require_free_space, unallocated_bytes
 from ckptkit.io.disk import sync_directory_tree
 from ckptkit.io.file import file_size, is_existing_path, opening, read_at
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import make_progress_reporter
 from ckptkit.io.staging import Stage, errors_naming_destination
-from ckptkit.layout import Layout
 from ckptkit.layout.plan import Plan
 from ckptkit.settings import option_name
 from ckptkit.state.draft import Conversion
@@ -48,22 +44,6 @@ _ARRIVED = "ckptkit/arrived"
 _POLL_SECONDS = 0.1  # between two polls of the number of finished ranks
 _COPY_BYTES = 1 << 22  # bytes in memory for a file copy
 _MAX_WAIT = timedelta(days=30)  # longest difference between the work of two ranks
-
-
-def require_archives_of_one_save(layout: Layout) -> None:
-    """Compare each archive file with the CRC-32 in its manifest. Reads only the ends of the archives, no tensors.
-
-    Does not check damaged archives: the conversion verifies the checksum of the data that it reads. Raises `Corrupt`
-    for a file that another save, or another rank, wrote.
-    """
-    archives = {
-        name: tensor
-        for name, tensor in layout.tensors.items()
-        if any(chunk.wrapper == ENVELOPE and chunk.path in layout.file_sums for chunk in tensor.chunks)
-    }
-    if not archives or is_remote(layout.root):
-        return
-    verify_fully_checksummed_files(locate_all_chunks(replace(layout, tensors=archives, blobs={}), skip_problem))
 
 
 def write_output(conversion: Conversion) -> Written:

@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from ckptkit.argument_types import with_checked_arguments
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import require_archives_of_one_save
 from ckptkit.checkpoints.several_disks import Others, join_directories
 from ckptkit.engine.blocks import blocks_of_target
 from ckptkit.engine.check_sources import Sources
@@ -261,13 +262,18 @@ class Reader(LayoutReader):
             return Metadata({}, planner_data={})
         return super().read_metadata()
 
-    def set_up_storage_reader(self, *_args: Any, **kwargs: Any) -> None:
-        """Raise the error of opening the checkpoint.
+    def set_up_storage_reader(  # type: ignore[override]
+        self, _metadata: Metadata | None = None, is_coordinator: bool = True, **kwargs: Any
+    ) -> None:
+        """Raise the error of opening the checkpoint; the coordinator also raises the error of a file of another save.
 
         In another process group, reopen it with the rank in that group.
         """
         if self._failure is not None:
             raise self._failure
+        if is_coordinator:
+            for layout in self.layouts:
+                require_archives_of_one_save(layout)
         rank = kwargs.get("rank", self.rank)
         if rank != self.rank and any(OWN in layout.key(name) for layout in self.layouts for name in layout.names):
             self.rank = rank

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptkit
 from ckptkit.errors import Corrupt
+from ckptkit.storage import Reader, find_cause
 from tests.producers import save_alone
 
 
@@ -24,16 +29,51 @@ def save(root: Path, value: float) -> Path:
     return root
 
 
-def test_a_file_of_another_save_is_refused_though_only_the_model_is_read(tmp_path: Path) -> None:
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Return a checkpoint of step 2 with the data file of step 1."""
     first, second = (save(tmp_path / f"ckpt-{step}", step) for step in (1, 2))
     (name,) = (path.name for path in first.glob("*.distcp"))
     shutil.copy(first / name, second / name)
+    return second
+
+
+def load(root: Path) -> None:
+    try:
+        dcp.load({"model": {"w": torch.zeros(16, 8)}}, storage_reader=Reader(root, unasked="ignore"), no_dist=True)
+    except CheckpointException as error:
+        raise find_cause(error) or error from error
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda root: ckptkit.consolidate(root, root.parent / "out"), id="consolidate"),  # the model only
+        pytest.param(lambda root: ckptkit.reshard(root, root.parent / "out", to=2), id="reshard"),
+        pytest.param(lambda root: ckptkit.diff(root, root.with_name("ckpt-1")), id="diff"),
+        pytest.param(lambda root: ckptkit.diff(root.with_name("ckpt-1"), root), id="diff the other"),
+        pytest.param(ckptkit.stats, id="stats"),
+        pytest.param(lambda root: ckptkit.stats(root, root.with_name("ckpt-1")), id="stats of two"),
+        pytest.param(load, id="load"),
+    ],
+)
+def test_a_file_of_another_save_is_refused(mixed: Path, read: Callable[[Path], Any]) -> None:
     with pytest.raises(Corrupt, match="found one of another save or rank") as caught:
-        ckptkit.consolidate(second, tmp_path / "out")
-    assert caught.value.path == second / name
+        read(mixed)
+    assert caught.value.path is not None
+    assert caught.value.path.parent == mixed
+    assert not mixed.with_name("out").exists()
+
+
+def test_a_salvage_takes_nothing_from_a_file_of_another_save(mixed: Path, tmp_path: Path) -> None:
     with pytest.raises(Corrupt, match="found one of another save or rank"):
-        ckptkit.reshard(second, tmp_path / "out", to=2)
-    assert not (tmp_path / "out").exists()
+        ckptkit.reshard(mixed, tmp_path / "out", to=1, salvage=True)
+    third = save(tmp_path / "ckpt-3", 3)
+    done = ckptkit.reshard(mixed, tmp_path / "out", to=1, salvage=True, fill_from=third)
+    assert done.salvaged is not None
+    assert {one.name for one in done.salvaged.filled} == set(ckptkit.open(third))
+    assert ckptkit.diff(tmp_path / "out", third).is_equal
 
 
 def test_damage_in_what_is_not_read_keeps_no_model_from_its_output(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ckptkit.checkpoints.component import Component, check_metadata_checksums
 from ckptkit.checkpoints.manifest import explain_deleted_metadata
 from ckptkit.checkpoints.replicas import find_differing_copies
 from ckptkit.conversion.salvaging.copies import Faults, replace_lost_by_replicas, replace_lost_from_copy
+from ckptkit.engine.check_sources import find_files_of_other_saves
 from ckptkit.engine.visit import byte_range_of_chunk, byte_ranges_in, find_damaged_ranges
 from ckptkit.errors import (
     DAMAGED,
@@ -27,6 +28,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.io.file import file_size, is_existing_path
+from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Blob, Chunk, Fault, Layout, Spec, StoredTensor
 from ckptkit.layout.box import full_box
@@ -36,10 +38,14 @@ from ckptkit.models.expected import Form, closest_form_or_error
 
 @dataclass(slots=True)
 class Survey:
-    """The damage in a layout: chunks by tensor name and index, and entries by name."""
+    """The damage in a layout: chunks by tensor name and index, and entries by name.
+
+    `foreign_files` are undamaged files of another save or rank: all their chunks and entries are among the damage.
+    """
 
     chunks: dict[tuple[str, int], CkptError] = field(default_factory=dict)
     entries: dict[str, CkptError] = field(default_factory=dict)
+    foreign_files: frozenset[str] = frozenset()
 
     def mark_damage_as_lost(self, layout: Layout) -> Layout:
         """Return the layout with the damaged chunks marked as lost, and without the damaged entries."""
@@ -86,7 +92,25 @@ def survey_structure_and_locate(layout: Layout) -> tuple[Survey, Layout]:
         if chunk.wrapper is not None:
             unknown = Corrupt("the zip entry of this tensor cannot be read", path=layout.root / chunk.path)
             damage.chunks[name, i] = reported_by_place.get((name, chunk.offset), unknown)
+    add_files_of_other_saves(damage, located)
     return damage, located
+
+
+def add_files_of_other_saves(damage: Survey, located: Layout) -> None:
+    """Add the chunks and entries of each file that differs from the manifest, although nothing in it is damaged."""
+    if is_remote(located.root) or not located.file_sums:
+        return
+    damaged = {error.path for error in (*damage.chunks.values(), *damage.entries.values())}
+    foreign = {
+        path: error for path, error in find_files_of_other_saves(located).items() if located.root / path not in damaged
+    }
+    if not foreign:
+        return
+    for name, i, chunk in chunks_with_bytes(located):
+        if chunk.path in foreign:
+            damage.chunks[name, i] = foreign[chunk.path]
+    damage.entries.update({name: foreign[blob.path] for name, blob in located.blobs.items() if blob.path in foreign})
+    damage.foreign_files = frozenset(foreign)
 
 
 def with_empty_chunks_as_zeros(layout: Layout) -> Layout:
@@ -211,8 +235,18 @@ def repair_component(
     damage.chunks = {place: of_files.get(error.path, error) for place, error in damage.chunks.items()}
     faults.entries.update((name, Fault.of(error)) for name, error in damage.entries.items())
     faults_by_tensor = {error.tensor: Fault.of(error) for error in reversed(reported) if error.tensor is not None}
+    layout = without_copies_in(layout, damage.foreign_files)
     repaired = with_lost_chunks_replaced(damage.mark_damage_as_lost(layout), faults, survey, faults_by_tensor)
     return replace(component, salvaged=replace(repaired, spares={}, absent={}, file_sums={}))
+
+
+def without_copies_in(layout: Layout, files: frozenset[str]) -> Layout:
+    """Return the layout without the copies of chunks that are in these files."""
+    if not files:
+        return layout
+    spares = {name: tuple(one for one in chunks if one.path not in files) for name, chunks in layout.spares.items()}
+    twins = {name: twin for name, twin in layout.twins.items() if files.isdisjoint(chunk.path for chunk in twin.chunks)}
+    return replace(layout, spares=spares, twins=twins)
 
 
 def record_unlisted_tensors(layout: Layout, faults: Faults, reported: Iterable[CkptError]) -> list[Fault]:
@@ -268,7 +302,7 @@ def with_lost_chunks_replaced(
     root = layout.root
     known = {name: chunks for name, chunks in layout.spares.items() if name in layout.tensors}
     replicas = {name: replace(layout.tensors[name], chunks=chunks) for name, chunks in known.items()}
-    seen = replace(layout, tensors=replicas, blobs={}, twins={})
+    seen = replace(layout, tensors=replicas, blobs={}, twins={}, file_sums={})
     surveyed = survey(seen).mark_damage_as_lost(seen).tensors if replicas else {}
     undamaged = {name: tuple(chunk for chunk in one.chunks if not chunk.is_lost) for name, one in surveyed.items()}
     spares = without_differing_copies(replace(layout, spares=undamaged), faults, with_bytes=True).spares
@@ -280,7 +314,7 @@ def with_lost_chunks_replaced(
     faults.repaired.update(dict.fromkeys(repaired))
     if not layout.twins:
         return replace(layout, tensors=tensors)
-    seen = replace(layout, tensors=layout.twins, blobs={}, twins={})
+    seen = replace(layout, tensors=layout.twins, blobs={}, twins={}, file_sums={})
     twins = survey(seen).mark_damage_as_lost(seen).tensors
     return replace(
         layout,
