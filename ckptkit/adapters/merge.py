@@ -74,7 +74,8 @@ def merge_adapters(components: Sequence[Component], options: ConvertOptions) -> 
         companions = replace(merged.companions, files=merged.companions.files | files, elsewhere=tokenizer)
         merged = replace(merged, companions=companions)
         merged = merged.with_remarks(f"the tokenizer is the adapter's: {', '.join(tokenizer)}")
-    paths = dict.fromkeys((base.part.path, *(adapter.path for adapter in adapters)))
+    own = [adapter.path for adapter in adapters]
+    paths = dict.fromkeys([base.part.path, *own] if before else [*own, base.part.path])  # the source comes first
     return replace(merged, origins=tuple(paths))
 
 

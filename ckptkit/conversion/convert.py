@@ -6,7 +6,7 @@ Every command that writes a checkpoint is a preset of this function.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +17,20 @@ from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source, s
 from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
+from ckptkit.checkpoints.manifest import FileSum, read_manifest
 from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
 from ckptkit.checkpoints.replaceable import check_replaceable
 from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.entry_points import import_object
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
 from ckptkit.formats import find_format_of_file_name, writable_formats
+from ckptkit.io.crc32 import RESTORE, crc32
 from ckptkit.io.destination import is_keeping_other_files, to_destination
-from ckptkit.io.file import is_existing_path
+from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.io.path import is_remote, path_beside, remarks_on_hub_id, to_path
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapter
-from ckptkit.models.companions import directories_to_search
+from ckptkit.models.companions import TOKENIZER_LIMIT, directories_to_search
 from ckptkit.models.names.weights import NOT_ASKED, training_state_names
 from ckptkit.state.directories import (
     path_below,
@@ -205,7 +207,9 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
             from ckptkit.conversion.salvaging.salvage import with_earlier_account
 
             conversion = with_earlier_account(conversion, checkpoints[0].path)
-    conversion = with_not_copied_files(conversion, checkpoints)
+    conversion = with_not_copied_files(conversion, checkpoints).with_notes(
+        *warn_of_changed_files(conversion, checkpoints)
+    )
     if options.strict:
         require_all_copied_or_explained(conversion)
     if options.overwrite and not is_remote(dst):  # in a store, the process that claims `dst` checks
@@ -215,6 +219,26 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
     doubts = [] if is_known else [(one.path, doubt) for one in checkpoints if (doubt := why_maybe_partial_file(one))]
     cautions = (Caution(f"{path}: {doubt}; {hint}") for path, doubt in doubts)
     return conversion.with_notes(*cautions, *remarks_on_hub_id(options.base))
+
+
+def warn_of_changed_files(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Iterator[Caution]:
+    """Yield a warning for each small file of a source, such as config.json, that the output has and that has changed.
+
+    A user may have edited it on purpose, so this is no error.
+    """
+    names = conversion.copied_files.keys() | (() if conversion.options.base else conversion.made.keys())
+    roots = dict.fromkeys(part.path for checkpoint in checkpoints for part in checkpoint.components)
+    for root in filter(Path.is_dir, roots):
+        recorded: Mapping[str, FileSum] = {}
+        with suppress(Corrupt):  # a salvage reads a checkpoint with a damaged manifest, too
+            manifest = read_manifest(root)
+            recorded = manifest.files if manifest else {}
+        for name in sorted(recorded.keys() & names):
+            path, known = root / name, recorded[name]
+            if is_existing_path(path) and known.nbytes <= TOKENIZER_LIMIT:
+                found = crc32(read_small(path, TOKENIZER_LIMIT))
+                if found != known.crc32:
+                    yield Caution(f"{path}: expected CRC-32 {known.crc32:08x} (manifest), found {found:08x}; {RESTORE}")
 
 
 def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> Iterator[Caution]:
@@ -299,7 +323,7 @@ def with_not_copied_files(conversion: Conversion, checkpoints: Sequence[Checkpoi
         used = {*read, *(place / name for name in conversion.made for place in places)}
         if output := path_below(checkpoint.path, conversion.output):
             used.add(output)
-        if len(checkpoints) > 1:  # `conversion` only knows the files of the first source
+        if len(checkpoints) > 1 or conversion.options.merge:  # it knows files of the first source or base
             layout = checkpoint.model_component.layout
             used |= {layout.root / name for name in layout.files}
         files += checkpoint.list_not_copied_files(used)

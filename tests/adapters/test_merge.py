@@ -302,7 +302,8 @@ def test_a_base_is_loaded_as_a_model(produce: Produce, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     made = produce(lora)
-    ckptkit.consolidate(made.root / "run", tmp_path / "out", merge=True, base=made.root / "base")
+    done = ckptkit.consolidate(made.root / "run", tmp_path / "out", merge=True, base=made.root / "base")
+    assert made.root / "run" in done.source.parents
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(tensor, made.truth[name]) for name, tensor in model.state_dict().items())
     assert [problem for part in ckptkit.verify(tmp_path / "out") for problem in part.problems] == []

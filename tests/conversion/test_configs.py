@@ -187,3 +187,18 @@ def test_a_file_of_another_save_is_one_problem(tmp_path: Path) -> None:
     diagnosis = ckptkit.doctor(tmp_path / "step-1")
     assert [one.code for one in diagnosis.findings] == ["corrupt"]
     assert diagnosis.not_read == f"tensors were not read: run `ckptkit verify {tmp_path / 'step-1'}` to check them"
+
+
+def test_a_small_file_that_differs_from_the_manifest(tmp_path: Path) -> None:
+    root = write_model(tmp_path / "step-1", {})
+    (root / "tokenizer_config.json").write_text("{}")
+    ckptkit.make_manifest(root)
+    assert not ckptkit.consolidate(root, tmp_path / "unchanged").warnings
+    for name in ("config.json", "tokenizer_config.json"):
+        (root / name).write_text(json.dumps(json.loads((root / name).read_text()) | {"use_cache": False}))
+    assert ckptkit.consolidate(root, tmp_path / "base", base=tmp_path / "unchanged").warnings == []
+    for done in (ckptkit.consolidate(root, tmp_path / "hf"), ckptkit.convert(root, tmp_path / "dcp", to="dcp")):
+        found = [words for words in done.warnings if "(manifest), found" in words]
+        assert [words.partition(":")[0] for words in found] == [
+            str(root / name) for name in ("config.json", "tokenizer_config.json")
+        ]

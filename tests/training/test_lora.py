@@ -127,9 +127,11 @@ def test_it_is_merged_and_loaded_by_the_library(lora: TrainConfig, trained: list
         theirs = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
         with torch.no_grad():
             assert torch.equal(merged_logits(merged, tokens), theirs(tokens).logits), run
-        if run.state_dict != "adapter":
-            consolidate(run.run, tmp_path / f"whole-{i}", merge=True)
-            assert_equal(load_file(tmp_path / f"whole-{i}" / WEIGHTS), load_file(merged / WEIGHTS))
+        base = lora.weights if run.state_dict == "adapter" else None
+        done = consolidate(run.run, tmp_path / f"whole-{i}", merge=True, base=base)
+        assert_equal(load_file(tmp_path / f"whole-{i}" / WEIGHTS), load_file(merged / WEIGHTS))
+        assert done.source.parent == run.run
+        assert not [left for left in done.left_behind if left.path.suffix == ".distcp"]
 
 
 def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
