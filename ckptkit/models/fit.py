@@ -11,7 +11,7 @@ from ckptkit.engine.compare import compare_layouts
 from ckptkit.errors import Caution, Mismatch, Unsupported
 from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, edits
-from ckptkit.layout.renames import find_prefix_rule
+from ckptkit.layout.renames import find_prefix_rule, fold_numbers
 from ckptkit.models.companions import Companions
 from ckptkit.models.expected import Form, closest_form_or_error
 from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
@@ -58,7 +58,9 @@ def fit_to_config(
         if strict:
             hint = "drop them with --exclude"
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
-        notes.append(f"kept {message}")
+        described = set(map(fold_numbers, form.shapes))
+        is_of_layer = any(fold_numbers(name) in described for name in extra)
+        notes.append(Caution(f"kept {message}; loaders skip them") if is_of_layer else f"kept {message}")
     return layout, dropped, notes
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.errors import Mismatch, names_and_more
-from ckptkit.layout.renames import find_few_globs, group_by_change, rules_for_renames
+from ckptkit.layout.renames import find_few_globs, fold_numbers, group_by_change, rules_for_renames
 from ckptkit.layout.wrappers import WRAPPERS
 from ckptkit.models.expected import closest_form
 from ckptkit.models.fit import join_few_names
@@ -117,6 +117,12 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
     if model.asked or has_loadable_weight_files(target.checkpoint):
         heads = mtp_tensor_names(extra, model.config)
         yield from find_unexpected_tensors(target, model, [name for name in extra if name not in heads])
+        return
+    # the trainer may have added other tensors, but not layers
+    described = set(map(fold_numbers, target.best_matching_form.shapes if target.best_matching_form else ()))
+    if layers := tuple(name for name in extra if fold_numbers(name) in described):
+        message = f"{model.name} has fewer layers: `load_state_dict` refuses this tensor, other loaders skip it"
+        yield Finding("unexpected", layers[0], message, names=layers)
 
 
 def find_missing_tensors(
@@ -181,7 +187,8 @@ def find_names_of_other_form(target: LoadTarget, model: TargetModel) -> Iterator
         here, there = list(shapes[names[0]]), list(hub_shapes[names[0]])
         message = f"{family.name} stores this tensor as {here}, and {model.name} as {there}"
         yield Finding("family", names[0], message, consolidate_fix(target.checkpoint, base=model.name), names)
-    names = tuple(name for name in target.plain_shapes if name not in model.forms[-1].shapes)
+    on_hub = target.best_matching_form.shapes if target.best_matching_form else {}
+    names = tuple(name for name in target.plain_shapes if name in on_hub and name not in model.forms[-1].shapes)
     if names and not has_loadable_weight_files(target.checkpoint):
         words = f"torch's load expects the name that {model.name} has in memory"
         fix = same_format_fix(target.checkpoint, names=_IN_MEMORY, base=model.name)

@@ -731,3 +731,13 @@ def test_missing_layers_are_one_line_with_their_numbers(tmp_path: Path, lost: st
     assert layers.message == f"expected 4 layers as in {model}, {numbers} ({9 * len(lost)} tensors)"
     names = [finding.tensor for finding in found if finding.code == "missing"]
     assert names == ["model.layers.0.mlp.up_proj.weight"]
+
+
+def test_a_config_with_fewer_layers_than_the_checkpoint(tmp_path: Path) -> None:
+    root = config_alone(tmp_path / "ckpt-1", num_hidden_layers=1)
+    save_alone({"model": llama(num_hidden_layers=3).state_dict()}, root)
+    found = the_one(root, "unexpected")
+    assert found.message.startswith(f"{root}/config.json has fewer layers")
+    assert len(found.names) == 18
+    done = ckptkit.consolidate(root, tmp_path / "out")
+    assert any("kept 18 tensors" in words and "loaders skip them" in words for words in done.warnings)
