@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, step_checkpoints_in_run
 from ckptkit.checkpoints.run import RunFolder
-from ckptkit.errors import CkptError, Corrupt, NotACheckpoint, Occupied, Unsafe, Unsupported, translate_os_errors
+from ckptkit.errors import (
+    CkptError,
+    Corrupt,
+    Mismatch,
+    NotACheckpoint,
+    Occupied,
+    Unsafe,
+    Unsupported,
+    translate_os_errors,
+)
 from ckptkit.io.disk import move_directory_into_place
 from ckptkit.io.path import drop_cached_listing, is_remote
+from ckptkit.trainers import find_step_of_path
 from ckptkit.training.config import AUTO, SETTINGS, TrainConfig
 
 if TYPE_CHECKING:  # the command line calls `find_resume_candidates` before it imports torch
@@ -102,6 +112,9 @@ def load_newest_undamaged(
         except (Corrupt, Unsafe, Unsupported) as error:
             damaged[path] = error
             continue
+        if find_step_of_path(path) not in (None, trainer.progress.step):
+            message = f"expected step {find_step_of_path(path)} (in its name), found {trainer.progress.step}"
+            raise Mismatch(message, path=path, hint=f"rename it to {run.checkpoint(trainer.progress.step).name}")
         for other, reason in damaged.items():
             if is_remote(other):
                 run.replace(other)

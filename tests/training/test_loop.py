@@ -299,6 +299,15 @@ def test_a_damaged_newest_checkpoint_is_skipped(
     assert (run / f"ckpt-{STEPS}").exists()
 
 
+@pytest.mark.slow
+def test_a_renamed_checkpoint_is_no_later_step(config: TrainConfig, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(config.run, tmp_path / "run"))
+    (run / f"ckpt-{SAVED}").rename(run / "ckpt-99")
+    with pytest.raises(Mismatch, match=rf"expected step 99 \(in its name\), found {SAVED}") as raised:
+        go(replace(config, run=run, resume="auto", steps=100), 1)
+    assert raised.value.hint == f"rename it to ckpt-{SAVED}"
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[0 if path.name == ".metadata" else len(data) // 2] ^= 4  # the metadata is a pickle, and then it is none
