@@ -64,7 +64,7 @@ def read_store_checksums(root: Path, names: Iterable[str]) -> StoreSums:
 NAME = "ckptkit.json"
 _LIMIT = 1 << 28  # bytes: bounds the memory for a damaged or hostile file
 _DESCRIPTION_SUFFIXES = (".metadata", ".index.json")  # suffixes of files that describe the other files
-_HINT_REPLACE = "`ckptkit manifest --overwrite` makes a new one"
+_HINT_REPLACE = "`ckptkit manifest CKPT --overwrite` makes a new one"
 
 ByteRange = tuple[int, int]  # offset in a file and length, in bytes
 

@@ -67,7 +67,7 @@ def choose_sources(sources: Source | Sequence[Source], last: int | None) -> list
     if last is None:
         if len(given) < 2:
             path = path_of_source(given[0]) if given else None
-            hint = "pass another checkpoint, or --last N for the last N of a run"
+            hint = "pass at least two and then OUT, or --last N for the last N of a run"
             raise Usage("expected at least 2 checkpoints to average, found 1", path=path, hint=hint)
         return [Checkpoint.open(source) for source in given]
     if len(given) != 1:

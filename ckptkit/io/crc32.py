@@ -27,7 +27,7 @@ def combine_crc32(first: int, second: int, length: int) -> int:
     return isal_zlib.crc32_combine(first, second, length)
 
 
-RESTORE = "restore the file from a copy, or run `ckptkit manifest --overwrite` if you changed it on purpose"
+RESTORE = "restore the file from a copy, or run `ckptkit manifest CKPT --overwrite` if you changed it on purpose"
 
 
 def damage_message(length: int, offset: int, found: int | None, recorded: int | None) -> str:

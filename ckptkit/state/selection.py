@@ -63,7 +63,7 @@ class Edits:
     def require_some_left(self, names: Collection[str], path: Path) -> None:
         """Raise `Usage` if `--include` and `--exclude` leave none of the names."""
         if (self.include or self.exclude) and not any(map(self.is_selected, names)):
-            hint = "change --include or --exclude; run `ckptkit inspect --tensors` to list all names"
+            hint = "change --include or --exclude; run `ckptkit inspect CKPT --tensors` to list all names"
             raise Usage(f"--include and --exclude leave none of {count(len(names), 'entry')}", path=path, hint=hint)
 
     def dtype_rules(self, source_names: Iterable[str]) -> list[DtypeRule]:
@@ -108,7 +108,7 @@ class Edits:
                 similar = get_close_matches(fold_numbers(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
                 near = [by_module[one] for one in similar]
                 hint = f"match one of the nearest names, {', '.join(near)}; " if near else ""
-                hint += "run `ckptkit inspect --tensors` to list all names; or pass --allow-unmatched"
+                hint += "run `ckptkit inspect CKPT --tensors` to list all names; or pass --allow-unmatched"
                 raise Usage(f"{option} '{pattern}' matches no {what}", path=path, hint=hint)
 
     @property

@@ -207,6 +207,8 @@ def fit_tensors_to_config(model: Model, options: ConvertOptions) -> Model:
     except Mismatch as error:
         if is_declared_quantized(model.config):
             error.hint = "pass --dtype bf16 to dequantize the weights, or --names keep to copy them unchanged"
+        elif options.include or options.exclude:
+            error.hint = "select all tensors that config.json describes, or pass --names keep to write only some"
         raise
     # the other models of an average must lose the same tied tensors
     siblings = tuple(

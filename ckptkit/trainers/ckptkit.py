@@ -13,12 +13,14 @@ _OWN = {"step", "model", "optim", "scheduler", "progress"}  # the entries of one
 
 
 def find_ckptkit_title(evidence: Evidence) -> str | None:
-    """Return ckptkit's title if a manifest names the source, or all entries of ckptkit's training loop are there."""
+    """Return ckptkit's title if a manifest names the source, or by the entries and `training/` of a save."""
     source = evidence.read_source()
     if source:
         return f"ckptkit, converted from a `{source.get('format')}` checkpoint"
     is_own = evidence.keys == _OWN or (TRAINING in evidence.files and _OWN - {"model"} <= evidence.keys)
-    return "ckptkit train (FSDP)" if is_own else None
+    if is_own:
+        return "ckptkit train (FSDP)"
+    return "ckptkit.Run" if TRAINING in evidence.files and "step" in evidence.keys else None
 
 
 def to_float_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -262,7 +262,7 @@ def check_survives_kill(runs: Runs, file_count: int) -> str:
         killed = runs.start_run(label, watch=is_saving)
         if killed.exit_code is not None:
             raise CheckSkipped(f"the save of {last.name} was over before the kill")
-        when = f"at {seen} of {count(total, 'file')}"
+        when = f"at {min(seen, total)} of {count(total, 'file')}"  # a lock or a temporary file counts too
         found = find_latest(folder)
         broken = [(remark, hint) for remark in found.remarks for words, hint in _BROKEN.items() if words in remark]
         if broken:
