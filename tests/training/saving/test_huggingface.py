@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from ckptkit import inspect
 from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.training.saving.run import Run
@@ -48,8 +49,12 @@ def test_transformers_open_a_checkpoint_and_training_goes_on_from_it(tmp_path: P
     run = Run(tmp_path / "run", state_dict="hf", files=files_of(model))
     path = run.save(1, model, optimizer, place={7: {}, "epoch": (1,)})
     expected: dict[str, Tensor] = {name: t.clone() for name, t in model.state_dict().items()}
+    assert inspect(path).trainer == "ckptkit.Run"
     assert ("lm_head.weight" in load_file(path / "model.safetensors")) is not tied
     assert differing(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict(), expected) == []
+    with pytest.raises(Mismatch) as raised:
+        consolidate(tmp_path / "run", tmp_path / "some", include=["model.layers.0.*"])
+    assert "--names keep" in str(raised.value.hint)
     consolidate(tmp_path / "run", tmp_path / "out")
     assert differing(load_file(tmp_path / "out/model.safetensors"), load_file(path / "model.safetensors")) == []
     other = make_model(tied=tied)
