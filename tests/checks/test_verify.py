@@ -587,3 +587,11 @@ def test_a_directory_of_checkpoints_without_steps_is_verified_with_all_their_com
     assert [part.path for part in verify(tmp_path, fast=True) if not part.is_ok] == [tmp_path / "second/training"]
     (tmp_path / "first/optimizer.pt").write_bytes(b"garbage")
     assert tmp_path / "first/optimizer.pt" in [part.path for part in verify(tmp_path) if not part.is_ok]
+
+
+def test_a_truncated_shard_is_one_problem(checkpoint: Path) -> None:
+    """There were two: one of the metadata, and one of the manifest."""
+    make_manifest(checkpoint)
+    os.truncate(checkpoint / "__1_0.distcp", 100)
+    (problem,) = one(checkpoint).problems
+    assert problem.path == checkpoint / "__1_0.distcp"

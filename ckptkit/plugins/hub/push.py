@@ -82,7 +82,12 @@ def parse_repository_address(address: str, revision: str | None = None) -> tuple
     """
     typed = address.removeprefix("hf://")
     if not _ID.fullmatch(typed.partition("@")[0]):
-        hint = "write it like org/model, or org/model@revision"
+        is_path = "://" in typed or typed.startswith(("/", "."))
+        hint = (
+            "copy to a directory or store with `ckptkit cp`"
+            if is_path
+            else "write it like org/model, or org/model@revision"
+        )
         raise Usage(f"expected a model repository like org/model, found `{address}`", hint=hint)
     _, *parts = to_uncached_path(f"hf://{typed}").parts
     _, repo_id, named = parse_repository_path("/".join(parts[:2]))
