@@ -21,6 +21,7 @@ from ckptkit.checkpoints.evidence import gather_evidence_from_names, gather_trai
 from ckptkit.checkpoints.find_components import (
     COMPANION,
     EXPORTED,
+    PERHAPS_WEIGHTS,
     TRAINING_SUFFIXES,
     LeftBehind,
     directories_without_step,
@@ -62,7 +63,7 @@ from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions
 from ckptkit.models.names import find_family_of
 from ckptkit.models.names.copies import find_copies_in
-from ckptkit.models.names.weights import COPY, TRAINING, Weights
+from ckptkit.models.names.weights import COPY, TRAINING, Weights, find_weights_beside_state
 from ckptkit.trainers import (
     NUMBER,
     ONE_FILE,
@@ -397,26 +398,35 @@ class Checkpoint:
         with translate_os_errors(self.path):
             files = list(unused_files(self.path, frozenset(copied), components))
         exported = self.exported_weights
+        beside = components - {self.components[0].path}
+        reasons: dict[Path, str] = {}  # by file, or by component beside the model's
         for i, left in enumerate(files):
             if exported and left.path == exported.path:
                 files[i] = left._replace(why=EXPORTED)
-            elif left.why == TRAINING and self.has_weights_copy_in(left.path):
-                files[i] = left._replace(why=COPY)
+            elif left.why == TRAINING:
+                path = left.path.parent if left.path.parent in beside else left.path
+                if path not in reasons:
+                    reasons[path] = self.reason_not_copied(path)
+                files[i] = left._replace(why=reasons[path])
         return files
 
-    def has_weights_copy_in(self, path: Path) -> bool:
-        """Return whether a file or component of training state contains a copy of the model's weights.
+    def reason_not_copied(self, path: Path) -> str:
+        """Return whether a file or component of training state contains weights: `COPY` or `PERHAPS_WEIGHTS`.
 
-        Returns False if it cannot be read, and for files of another training checkpoint, which has its own weights.
+        Returns `TRAINING` if it contains none, if it cannot be read, and for files of another training checkpoint,
+        which has its own weights.
         """
         around = detect_format(path.parent) if path.parent != self.path else None
         if around is not None and not around.is_model_only:
-            return False
-        layout = self.find_layout_of_file(path)
+            return TRAINING
         try:
-            return layout is not None and bool(find_copies_in(layout, layout.tensors, self.weights.layout.shapes))
+            layout = self.find_layout_of_file(path)
+            if layout is not None and find_copies_in(layout, layout.tensors, self.weights.layout.shapes):
+                return COPY
+            has_weights = layout is not None and path.is_dir() and find_weights_beside_state(layout)
         except UNREADABLE:
-            return False
+            return TRAINING
+        return PERHAPS_WEIGHTS if has_weights else TRAINING
 
     def find_layout_of_file(self, path: Path) -> Layout | None:
         """Return the layout of a file or component in its directory; None if it has no known format or is damaged."""

@@ -28,7 +28,12 @@ from ckptkit.layout.edits import split_off_lost_tensors
 from ckptkit.layout.plan import Recipe
 from ckptkit.models.expected import Form
 from ckptkit.models.fit import join_few_names
-from ckptkit.models.names.weights import LeftOut, count_left_out_by_location, training_state_names
+from ckptkit.models.names.weights import (
+    LeftOut,
+    count_left_out_by_location,
+    training_state_names,
+    with_weights_in_blobs,
+)
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.masters import unnamed_masters_in
 from ckptkit.state.model import Model
@@ -352,7 +357,8 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
     weights = model.weights
     written = weights.origins_of(draft.wanted.tensors) | model.merged
     lost = weights.origins_of(draft.given.tensors.keys() - draft.wanted.tensors)
-    dropped = {**weights.left_out, **model.dropped, **dict.fromkeys(lost, DAMAGED)}
+    left_out = with_weights_in_blobs(model.part.layout, weights.left_out)
+    dropped = {**left_out, **model.dropped, **dict.fromkeys(lost, DAMAGED)}
     return Conversion(
         origins=[Origin.of(path) for path in model.origins],
         also_read=[Origin.of(model.base.path)] if model.base is not None else [],

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ckptkit import consolidate, list_run, prune, verify
 from ckptkit.errors import Corrupt, NoRoom, NotACheckpoint
 from ckptkit.runs.prune import Pruned
+from ckptkit.storage import Writer
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.resume import find_resume_candidates
 from ckptkit.training.saving.run import Run
@@ -309,3 +311,44 @@ def test_an_average_that_is_named_like_training_state_is_kept(tmp_path: Path, na
     assert not done.demote
     done_alone = consolidate(tmp_path / "ckpt-2", tmp_path / "out")
     assert any("a copy of the model's weights" in text for text in done_alone.warnings)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", [*FORMS, "writer"])
+@pytest.mark.parametrize("kind", ["average", "nested", "list", "another model"])
+def test_weights_in_the_state_of_an_object_are_kept(tmp_path: Path, kind: str, form: str) -> None:
+    """`Run` stores such a state as one entry, `Writer` as tensors; both beside a Hugging Face model if asked for it."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    average = {name: tensor * 2 for name, tensor in model.state_dict().items()}
+    states: dict[str, dict[Any, Any]] = {
+        "average": average,
+        "nested": {"decay": 0.9, "ema": average},
+        "list": {"shadow_params": list(average.values())},
+        "another model": {"critic.weight": torch.ones(64, 64)},
+    }
+    run = Run(tmp_path, state_dict="hf" if form == "writer" else form, files={"config.json": CONFIG})
+    for step in (1, 2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        if form == "writer":
+            state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "extra": states[kind]}
+            writer = Writer(tmp_path / f"ckpt-{step}", "hf", files={"config.json": CONFIG})
+            dcp.save(state, storage_writer=writer, no_dist=True)
+        else:
+            run.save(step, model, optimizer, extra=states[kind])
+    done = demote(tmp_path)
+    assert done.demote == ()
+    assert done.keep[1].reason.startswith("cannot be demoted: `")
+    warnings = consolidate(tmp_path / "ckpt-2", tmp_path / "out").warnings
+    assert any(word in warnings[0] for word in ("not copied: `extra`", "not copied: training/"))
+
+
+def test_a_state_without_weights_may_be_deleted(tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    run = Run(tmp_path, files={"config.json": CONFIG})
+    for step in (1, 2):
+        run.save(
+            step, model, loader={"seen": list(range(9000)), "rng": torch.get_rng_state(), "order": torch.ones(9000)}
+        )
+    assert [entry.step for entry in demote(tmp_path).demote] == [1]

@@ -247,6 +247,19 @@ def contains_tensor(value: Any) -> bool:
     return any(is_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk_members(value))
 
 
+def contains_weights(value: Any) -> bool:
+    """Return whether a value contains a tensor of floats with two or more axes, at any depth."""
+    for member in inert_pickle.walk_members(value):
+        if is_tensor(member):
+            try:
+                tensor = as_tensor_record(member)
+            except Unsupported:
+                return True
+            if tensor.dtype.kind == "float" and len(tensor.shape) > 1:
+                return True
+    return False
+
+
 def refuse_pickled_module(value: Any) -> None:
     """Raise `Unsupported` for a `torch.nn.Module` that was pickled as an object, which only its own code can load."""
     state = value.state if isinstance(value, Record) else None

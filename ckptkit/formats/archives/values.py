@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import errors_at
-from ckptkit.formats.archives.flatten import find_dict_items
+from ckptkit.formats.archives.flatten import contains_weights, find_dict_items
 from ckptkit.formats.archives.locate import ZSTD
 from ckptkit.formats.archives.zip_entries import ReadAt, read_central_directory, read_entry_content
 from ckptkit.formats.pickles import inert_pickle
@@ -19,15 +19,30 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.io.file import OpenFiles, opening, read_at
 from ckptkit.layout import Blob
 
+_SMALLEST_READ = 1 << 13  # bytes: more than the state of a random generator, which every rank may have saved
+
 
 def load_value(root: Path, blob: Blob) -> Any:
     """Return the value of a blob in directory `root`, as `inert_pickle.load` gives it."""
     if blob.content is not None:
         return inert_pickle.load(blob.content, ANY_NAME)[0]
     with errors_at(path=root / blob.path):
-        read, length = blob_reader(root, blob)
-        data = read_entry_content(read, read_central_directory(read, length), "data.pkl", limit=length)
-        return inert_pickle.load(data, ANY_NAME)[0]
+        return load_archived_value(*blob_reader(root, blob))
+
+
+def load_archived_value(read: ReadAt, length: int) -> Any:
+    data = read_entry_content(read, read_central_directory(read, length), "data.pkl", limit=length)
+    return inert_pickle.load(data, ANY_NAME)[0]
+
+
+def has_weights_inside(root: Path, blob: Blob) -> bool:
+    """Return whether a blob contains weights, as `contains_weights` says. Small and compressed blobs are not read."""
+    if blob.content is not None or blob.wrapper or blob.length < _SMALLEST_READ:
+        return False
+    with errors_at(path=root / blob.path), opening(root / blob.path) as file:
+        return contains_weights(
+            load_archived_value(lambda offset, length: read_at(file, length, blob.offset + offset), blob.length)
+        )
 
 
 def blob_reader(root: Path, blob: Blob) -> tuple[ReadAt, int]:

@@ -1,4 +1,4 @@
-"""Find the model's entries in a training checkpoint, and the model's own names for them. Uses names only.
+"""Find the model's entries in a training checkpoint, and the model's own names for them.
 
 Flattened names (`model.model.norm.weight`) do not show where a wrapper ends and the model's own names begin; recorded
 key paths do: `("model", "model.norm.weight")`.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
 from itertools import accumulate
 from shlex import quote
 
-from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
+from ckptkit.errors import CkptError, Corrupt, Mismatch, SeveralModels, Unsupported
+from ckptkit.formats.archives.values import has_weights_inside
 from ckptkit.layout import OWN, KeyPath, Layout
 from ckptkit.layout.edits import rename_tensors
 from ckptkit.layout.wrappers import find_average_kind, without_common_ddp_prefix, without_prefixes_except_ddp
@@ -31,6 +33,7 @@ _TRAINING_STATE = (
 )
 _GENERATOR = re.compile(r"(^|_)rng(_|s?$)|random_state")
 JOINED = " + "  # separator between source names of one tensor
+_EXTRA_STATE = "_extra_state"  # of a module: torch's `get_extra_state`, such as the scales of TransformerEngine
 OF_ONE = "/shard_"  # the suffix after it distinguishes objects of layers and ranks with one name
 
 # Reasons why an entry does not belong to the model. No option asks to leave out entries that are NOT_ASKED.
@@ -39,7 +42,8 @@ AVERAGE = "counter of the average"
 VALUE = "non-tensor"
 UNKNOWN = "unknown: perhaps another model"
 COPY = "a copy of the model's weights, such as an average"
-NOT_ASKED = (UNKNOWN, COPY)
+INSIDE = "tensors in a non-tensor entry: perhaps another model"
+NOT_ASKED = (UNKNOWN, COPY, INSIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,27 @@ def reasons_not_in_model(
         return VALUE if name in layout.blobs else UNKNOWN
 
     return {name: reason(name) for name in names}
+
+
+def with_weights_in_blobs(layout: Layout, reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reasons why entries are left out, with `INSIDE` for non-tensor entries that contain weights.
+
+    Reads the pickles of these entries, except the many states of modules. An unreadable entry keeps its reason.
+    """
+    found = dict(reasons)
+    for name, why in reasons.items():
+        if why == VALUE and name in layout.blobs and _EXTRA_STATE not in name:
+            with suppress(CkptError):
+                found[name] = INSIDE if has_weights_inside(layout.root, layout.blobs[name]) else VALUE
+    return found
+
+
+def find_weights_beside_state(layout: Layout) -> list[str]:
+    """Return the entries with weights, at least a matrix of floats, that no key calls training state."""
+    reasons = reasons_not_in_model(layout, (), [training_state_keys(layout, ())], layout.names)
+    matrices = {name for name, spec in layout.specs.items() if spec.dtype.kind == "float" and len(spec.shape) > 1}
+    weights = {UNKNOWN: matrices, INSIDE: layout.blobs}
+    return [name for name, why in with_weights_in_blobs(layout, reasons).items() if name in weights.get(why, ())]
 
 
 def is_generator_state(key: KeyPath) -> bool:
