@@ -31,6 +31,9 @@ from ckptkit.words import command_line, natural_sort_key
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+WEIGHTS_FILE = "transformers_weights"  # the key of config.json that names a file, or an index, of another name
+_CONFIG = "config.json"
+_CONFIG_LIMIT = 1 << 24  # bytes; a config.json has a few kilobytes
 _COPY = f"copy the missing files here, or {ELSEWHERE}"
 _SUFFIX = ".safetensors"
 _INDEX = f"{_SUFFIX}.index.json"
@@ -178,19 +181,33 @@ def find_safetensors(path: Path, report: Report) -> IndexedFiles:
     shards = [match for name in sorted(present) if (match := _SHARD.fullmatch(name))]
     if shards:
         return find_rank_safetensors(path, shards, present)
-    if indices := sorted(name for name in present if name.endswith(_INDEX)):
+    candidates = files_that_loaders_open(path, present)
+    if indices := sorted(name for name in candidates if name.endswith(_INDEX)):
         return read_indexed_files(path, indices, present, report)
     require_no_compressed_deltas(path, {})
     if any(map(_DELTA.fullmatch, present)):
         raise delta_error(path)
-    numbered = [match for name in sorted(present) if (match := _NUMBERED.fullmatch(name))]
+    numbered = [match for name in sorted(candidates) if (match := _NUMBERED.fullmatch(name))]
     if numbered:
         return find_numbered_files(path, numbered, present, report)
-    names = [SINGLE] if SINGLE in present else sorted(name for name in present if name.endswith(_SUFFIX))
+    names = [SINGLE] if SINGLE in candidates else sorted(name for name in candidates if name.endswith(_SUFFIX))
     if len(names) != 1:
         hint = f"pass one of them: {', '.join(names[:4])}"
         raise Unsupported(f"expected an index of the {len(names)} safetensors files, found none", path=path, hint=hint)
     return IndexedFiles(path, names)
+
+
+def files_that_loaders_open(path: Path, present: set[str]) -> set[str]:
+    """Return only the file that config.json names, if it names one in the directory, else all that are `present`.
+
+    Source: `_get_resolved_checkpoint_files` in transformers/modeling_utils.py.
+    """
+    usual = {name for name in present if name in (SINGLE, INDEX) or _NUMBERED.fullmatch(name)}
+    if _CONFIG not in present or not any(name.endswith((_SUFFIX, _INDEX)) for name in present - usual):
+        return present
+    config = parse_json(read_small(path / _CONFIG, _CONFIG_LIMIT), path / _CONFIG)
+    named = config.get(WEIGHTS_FILE) if isinstance(config, dict) else None
+    return {named} if isinstance(named, str) and named in present else present
 
 
 def find_rank_safetensors(path: Path, shards: Sequence[re.Match[str]], present: set[str]) -> IndexedFiles:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, translate_os_errors
+from ckptkit.formats.hf import WEIGHTS_FILE
 from ckptkit.formats.json_text import not_json_error, parse_json
 from ckptkit.io.file import list_children, names_in, read_small
 from ckptkit.io.local import is_link_outside_cache
@@ -257,8 +258,12 @@ def with_weights_dtype(config: Mapping[str, Any], specs: Iterable[Spec]) -> dict
 
 
 def dump_config(config: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a config.json as transformers writes it."""
-    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    """Return the bytes of a config.json as transformers writes it.
+
+    Leaves out the name of a file with weights: loaders would look for it beside the new files.
+    """
+    written = {key: value for key, value in config.items() if key != WEIGHTS_FILE}
+    text = json.dumps(written, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")  # write a lone surrogate as its JSON escape
 
 

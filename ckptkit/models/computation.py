@@ -45,7 +45,7 @@ _HARMLESS = re.compile(
             r"_(attn|experts)_implementation(_internal|_autoset)?|_flash_attn_2_enabled|_output_attentions",
             r"name_or_path|model_name|base_model_(name_or_path|prefix)|unsloth_(fixed|version)",
             r"_?(transformers|peft|diffusers|torch|sentence_transformers)_version|(tokenizer|processor)_class",
-            r"(torch_)?dtype|use_bfloat16|torchscript",
+            r"(torch_)?dtype|use_bfloat16|torchscript|transformers_weights",
             # sizes of the values before training; `init_trk_keep_alive` of SAM 3 is none
             r"init(ializer)?_(?!trk_keep_alive).*|.*_init|.*_init_(std|scale|value|method)|rescale_prenorm_residual",
             # ESM scales embeddings by `token_dropout`; SpeechT5 drops elements in inference, too

@@ -55,10 +55,8 @@ def small_file_content(name: str, value: object) -> bytes:
         return value.encode()
     if isinstance(value, Path):
         return read_small(value.resolve(), _LIMIT)
-    text = getattr(value, "to_json_string", None)
-    if callable(text):
-        return str(text()).encode()
-    data = value.to_dict() if isinstance(value, Config) else value
+    text = getattr(value, "to_json_string", None)  # unlike `to_dict`, it leaves out transformers' defaults
+    data = json.loads(text()) if callable(text) else value.to_dict() if isinstance(value, Config) else value
     try:
         if isinstance(data, Mapping):
             return dump_config(data)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.errors import Mismatch
@@ -202,3 +202,20 @@ def test_a_small_file_that_differs_from_the_manifest(tmp_path: Path) -> None:
         assert [words.partition(":")[0] for words in found] == [
             str(root / name) for name in ("config.json", "tokenizer_config.json")
         ]
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "other.safetensors.index.json"])
+def test_the_file_that_config_json_names(name: str, tmp_path: Path) -> None:
+    """Loaders open `transformers_weights`; the `save_pretrained` of transformers leaves that key out, as we do."""
+    named = write_model(tmp_path / "named", {"transformers_weights": name})
+    weights = {key: tensor + 1 for key, tensor in load_file(named / "model.safetensors").items()}
+    save_file(weights, named / "other.safetensors")
+    if name.endswith(".json"):
+        (named / name).write_text(json.dumps({"weight_map": dict.fromkeys(weights, "other.safetensors")}))
+    save_dcp({"model": model()}, tmp_path / "step-1")
+    for source, base in ((named, None), (tmp_path / "step-1", named)):
+        out = tmp_path / "out" / source.name
+        ckptkit.consolidate(source, out, base=base)
+        assert "transformers_weights" not in json.loads((out / "config.json").read_text())
+    written = load_file(tmp_path / "out" / "named" / "model.safetensors")
+    assert all(torch.equal(written[key], tensor) for key, tensor in weights.items())
