@@ -299,6 +299,10 @@ def refuse_contradictions(asked: ConvertOptions) -> None:  # noqa: C901, PLR0912
     if asked.under and is_for_model:
         message = "--under: the weights of a Hugging Face model cannot be under a key"
         raise Usage(message, hint="add a prefix with --rename '^=>KEY.'")
+    if asked.writer.drafted_by and (asked.under or asked.optimizer_keys == IDS):
+        option = "--under" if asked.under else "--optimizer-keys ids"
+        message = f"{option} has no effect: `{to}` has fixed keys, and names the optimizer's parameters"
+        raise Usage(message, hint=f"drop {option}")
     if asked.optimizer_keys and is_for_model:
         message = "--optimizer-keys has no effect: a Hugging Face model has no optimizer"
         raise Usage(message, hint="drop --optimizer-keys")

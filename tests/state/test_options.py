@@ -103,3 +103,9 @@ def test_options_survive_json(tmp_path: Path) -> None:
     again = ConvertOptions.of({}, **told)
     assert again.to_json() == options.to_json()
     assert (again.weights, again.dtype, again.jobs) == ((0.1, 0.9), ("bf16",), None)
+
+
+@pytest.mark.parametrize("given", [{"under": "app"}, {"optimizer_keys": "ids"}], ids=str)
+def test_keys_of_a_format_with_fixed_keys_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(Usage, match="has no effect: `universal` has fixed keys"):
+        convert(tmp_path / "absent", tmp_path / "out", to="universal", **given)
