@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptkit.adapters.changes import is_saved_module
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
 from ckptkit.adapters.experts import find_expert_form
@@ -220,8 +221,8 @@ def remarks_on_modified_base(adapter: CheckedAdapter, base: Component) -> list[s
     return []
 
 
-def warn_of_skipped_modules(adapter: Adapter, config: AdapterConfig, base: Collection[str]) -> list[Caution]:
-    """Return a warning if modules are missing in an adapter; [] if it has every module that PEFT would adapt.
+def warn_of_skipped_modules(adapter: Adapter, config: AdapterConfig, base: set[str]) -> list[Caution]:
+    """Return a warning for matrices, and for fully trained parameters, that PEFT would have and the adapter lacks.
 
     `base` are the base's tensors under the adapter's names. A module is missing if the base has it, the adapter has the
     module of this name in another layer, and the adapter's config does not exclude it.
@@ -240,11 +241,18 @@ def warn_of_skipped_modules(adapter: Adapter, config: AdapterConfig, base: Colle
         (own for own in in_base - adapted if fold_numbers(own) in folded and config.is_target(target_of(own))),
         key=natural_sort_key,
     )
-    if not missing:
-        return []
-    names = ", ".join(f"`{module}`" for module in missing[:_SHOWN]) + and_more(len(missing) - _SHOWN)
-    what = f"the adapter has no matrices for {count(len(missing), 'module')} that it changes in other layers"
-    return [Caution(f"{config.path.parent}: {what}: {names}; these modules keep the weights of the base")]
+    matrices = f"the adapter has no matrices for {count(len(missing), 'module')} that it changes in other layers"
+    saved = base - set(adapter.replaced_parameters)
+    unsaved = sorted((name for name in saved if is_saved_module(name, config)), key=natural_sort_key)
+    trained = f"the adapter has no tensors for {count(len(unsaved), 'parameter')} that `modules_to_save` lists"
+    return [
+        Caution(
+            f"{config.path.parent}: {what}: {', '.join(f'`{name}`' for name in names[:_SHOWN])}"
+            f"{and_more(len(names) - _SHOWN)}; the output has the weights of the base there"
+        )
+        for what, names in ((matrices, missing), (trained, unsaved))
+        if names
+    ]
 
 
 def has_all_adapted_modules(layout: Layout, adapters: Sequence[CheckedAdapter]) -> bool:

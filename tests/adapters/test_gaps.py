@@ -87,6 +87,23 @@ def test_attention_of_torch_that_is_missing(tmp_path: Path, lost: tuple[str]) ->
     assert f"for {(len(every) - len(kept)) // 2} module" in said
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lost", ["", "lm_head", "embed_tokens", "input_layernorm"])
+def test_parameters_trained_in_full_that_are_missing(tmp_path: Path, lost: str, tied: bool) -> None:
+    """PEFT looks for modules whose name ends with `norm`: the two of each layer, too."""
+    base = tiny_llama(tie_word_embeddings=tied)
+    base.save_pretrained(tmp_path / "base")
+    saved = ["lm_head", "embed_tokens", "norm"]
+    adapted(base, r=4, target_modules=["q_proj"], modules_to_save=saved).save_pretrained(tmp_path / "adapter")
+    every = load_file(tmp_path / "adapter" / WEIGHTS)
+    kept = {name: tensor for name, tensor in every.items() if not (lost and lost in name)}
+    save_file(kept, tmp_path / "adapter" / WEIGHTS)
+    done = ckptkit.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    said = [warning for warning in done.warnings if "`modules_to_save` lists" in warning]
+    assert len(said) == bool(lost)
+    assert all(f"no tensors for {len(every) - len(kept)} parameter" in warning and lost in warning for warning in said)
+
+
 def module_of(name: str) -> str:
     return name.removeprefix("base_model.model.").partition(".lora_")[0].removesuffix(".base_layer")
 
