@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source, step_checkpoints_in_run
-from ckptkit.checkpoints.examination import OF_EXPORTS, RULES, examine_checkpoint
+from ckptkit.checkpoints.examination import OF_EXPORTS, OF_SHAPES, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.manifest import FileSum, read_manifest
@@ -200,8 +200,9 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
     if options.salvage:
         conversion = draft_salvage(checkpoints[0], dst, options)
     else:
-        conversion = draft_conversion(checkpoints, dst, options).with_notes(
-            *warn_of_inconsistencies(checkpoints, options)
+        conversion = draft_conversion(checkpoints, dst, options)
+        conversion = conversion.with_notes(
+            *warn_of_inconsistencies(checkpoints, options, is_fitted=conversion.is_fitted)
         )
         if is_existing_path(checkpoints[0].path / ACCOUNT):  # the source is itself the result of a salvage
             from ckptkit.conversion.salvaging.salvage import with_earlier_account
@@ -241,16 +242,19 @@ def warn_of_changed_files(conversion: Conversion, checkpoints: Sequence[Checkpoi
                     yield Caution(f"{path}: expected CRC-32 {known.crc32:08x} (manifest), found {found:08x}; {RESTORE}")
 
 
-def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertOptions) -> Iterator[Caution]:
+def warn_of_inconsistencies(
+    checkpoints: Sequence[Checkpoint], options: ConvertOptions, *, is_fitted: bool
+) -> Iterator[Caution]:
     """Yield a warning for each inconsistency of a source that also affects the output.
 
-    Raises `Mismatch` for states that do not fit their parameters, if the output format requires it.
+    `is_fitted` is True if config.json describes all tensors and their shapes fit. Raises `Mismatch` for states that do
+    not fit their parameters, if the output format requires it.
     """
     for checkpoint in checkpoints:
         if options.writer.is_model_only or not any(
             map(options.edits.is_selected, training_state_names(checkpoint.layout))
         ):
-            yield from warn_of_inconsistent_weights(checkpoint)
+            yield from warn_of_inconsistent_weights(checkpoint, is_fitted=is_fitted)
             continue
         for inconsistency in examine_checkpoint(checkpoint, RULES):
             if inconsistency.certainty is Certainty.CERTAIN and options.writer.needs_shapes:
@@ -259,9 +263,10 @@ def warn_of_inconsistencies(checkpoints: Sequence[Checkpoint], options: ConvertO
                 yield Caution(f"{checkpoint.path}: {inconsistency.message_with_tensor}")
 
 
-def warn_of_inconsistent_weights(checkpoint: Checkpoint) -> Iterator[Caution]:
+def warn_of_inconsistent_weights(checkpoint: Checkpoint, *, is_fitted: bool = False) -> Iterator[Caution]:
     """Yield a warning for each inconsistency of a checkpoint whose weights alone are written."""
-    for inconsistency in examine_checkpoint(checkpoint, OF_EXPORTS):
+    rules = tuple(rule for rule in OF_EXPORTS if not is_fitted or rule not in OF_SHAPES)
+    for inconsistency in examine_checkpoint(checkpoint, rules):
         yield Caution(f"{checkpoint.path}: {inconsistency.message_with_tensor}")
 
 

@@ -237,3 +237,11 @@ def test_a_tensor_too_many_is_kept_and_said(tmp_path: Path) -> None:
     assert same_logits(model, tmp_path / "out")
     with pytest.raises(Mismatch, match="does not describe"):
         consolidate(source, tmp_path / "strict", strict=True)
+
+
+def test_rows_that_config_json_describes_are_no_warning(tmp_path: Path) -> None:
+    """Moshi's embedding has one row more than its head."""
+    checkpoint = save_run(make_model("moshi", ffn_dim=48), tmp_path)
+    assert consolidate(checkpoint, tmp_path / "out").warnings == []
+    (tmp_path / "config.json").unlink()
+    assert any("expected 65 rows" in warning for warning in consolidate(checkpoint, tmp_path / "bare").warnings)

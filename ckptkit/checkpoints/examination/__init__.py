@@ -61,13 +61,19 @@ def find_empty_weights(facts: Facts) -> Iterator[Inconsistency]:
 def find_layer_gaps(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the lists of layers or experts with missing numbers.
 
-    Members of an `nn.Sequential` without parameters leave gaps, too. So only modules that contain modules count, and
-    only if most numbers are present.
+    Members of an `nn.Sequential` without parameters leave gaps, too. So only modules that contain modules count, only
+    if most numbers are present, and only if most of these modules are equal to another one in names and shapes.
     """
     for above, numbered in facts.numbered_modules.items():
         gaps = 1 + max(numbered) - min(numbered) - len(numbered)  # not listed yet: a name may have any number
         has_modules = any("." in rest for tensors in numbered.values() for rest in tensors)
-        if gaps and len(numbered) >= max(_FEWEST, 2 * gaps) and has_modules:
+        if not (gaps and len(numbered) >= max(_FEWEST, 2 * gaps) and has_modules):
+            continue
+        kinds = Counter(
+            frozenset((rest, facts.layout.tensors[name].spec.shape) for rest, name in tensors.items())
+            for tensors in numbered.values()
+        )
+        if 2 * sum(number for number in kinds.values() if number > 1) >= len(numbered):
             missing = [number for number in range(min(numbered), max(numbered)) if number not in numbered]
             numbers = {"expected": max(numbered) + 1, "missing": names_and_more([*map(str, missing)], 4)}
             yield Inconsistency("layer_gap", above, numbers)
@@ -183,10 +189,11 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
 
 Rule = Callable[[Facts], Iterator[Inconsistency]]
 
-OF_WEIGHTS: tuple[Rule, ...] = (
-    *(find_empty_weights, find_layer_gaps, find_misfit_routers),
-    *(find_odd_layers, find_misfit_biases, find_misfit_heads),
+# needless if config.json describes every tensor, with the shape that it has
+OF_SHAPES: tuple[Rule, ...] = (
+    *(find_empty_weights, find_layer_gaps, find_misfit_routers, find_misfit_biases, find_misfit_heads),
 )
+OF_WEIGHTS: tuple[Rule, ...] = (*OF_SHAPES, find_odd_layers)
 OF_EXPORTS: tuple[Rule, ...] = (*OF_WEIGHTS, find_train_mode_schedule_free, find_optimizer_step_mismatch)
 OF_STATES: tuple[Rule, ...] = (
     find_wrong_state_shapes,

@@ -234,6 +234,15 @@ def test_numbers_that_may_be_missing(names: list[str], tmp_path: Path) -> None:
     assert codes_in(tmp_path / "step-1") == set()
 
 
+def test_a_list_of_unequal_modules_may_have_gaps(tmp_path: Path) -> None:
+    """An encoder of audio (Encodec): convolutions that widen, blocks between them, and activations without tensors."""
+    weights = {}
+    for i in range(5):
+        weights |= {f"layers.{3 * i}.conv.weight": zeros(2**i, 4), f"layers.{3 * i + 1}.block.1.weight": zeros(2**i, 2)}
+    save_pt({"model": weights}, tmp_path / "step-1")
+    assert codes_in(tmp_path / "step-1") == set()
+
+
 @pytest.mark.parametrize("above", ["", "moe.", ".", ".moe."])
 def test_the_router_beside_its_experts(above: str, tmp_path: Path) -> None:
     experts = {f"{above}experts.{i}.w1.weight": zeros(8, 6) for i in range(4)}
