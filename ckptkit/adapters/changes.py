@@ -123,7 +123,8 @@ def check_adapter_fits_config(adapter: Adapter, config: AdapterConfig) -> None:
             message = f"`{update.module}`: expected a target of `{config.path}`, which are {listed}"
             raise config_mismatch_error(adapter, update.a, message)
         numbers = [part for part in update.module.split(".") if part.isdecimal()]
-        if isinstance(layers, list) and len(numbers) == 1 and numbers[0] not in map(str, layers):
+        is_limited = isinstance(layers, list) and not config.target_parameters_of(update.module)
+        if is_limited and len(numbers) == 1 and numbers[0] not in map(str, layers or ()):
             message = f"`{update.module}`: expected one of the layers {asked} (`{config.path}`)"
             raise config_mismatch_error(adapter, update.a, message)
     require_saved_modules(adapter, config)

@@ -101,6 +101,7 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         PARAMETER | {"rank_pattern": {r"down_proj\.weight": 9}, "use_rslora": True},
     ),
     "parameter, by its last name": (tiny_llama, PARAMETER | {"target_parameters": ["down_proj.weight"]}),
+    "parameter, of more layers than the modules": (tiny_llama, PARAMETER | {"layers_to_transform": [1]}),
     "all linear": (tiny_llama, {"target_modules": "all-linear"}),
     "by a pattern": (tiny_llama, {"target_modules": r".*\.(q|v)_proj"}),
     "head": (tiny_llama, {"target_modules": ["lm_head", "o_proj"]}),
