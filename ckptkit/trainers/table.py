@@ -1,16 +1,17 @@
 """The known trainers: the names that each uses on disk, with their sources.
 
-A trainer is one entry of `TRAINERS`. Trainers that need a function have their own module.
+A trainer is one entry of `TRAINERS`. ckptkit's own checkpoints have their own module.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from ckptkit.entry_points import PluginTable
 from ckptkit.trainers.ckptkit import CKPTKIT
-from ckptkit.trainers.trainer import ConfigOf, Mark, TrainerFacts, Unread
-from ckptkit.trainers.transformers import STATE, TRANSFORMERS
+from ckptkit.trainers.trainer import ConfigOf, Mark, MetricsFile, TrainerFacts, Unread
 
 # accelerate/utils/{constants,fsdp_utils}.py, `save_fsdp_model` and `save_fsdp_optimizer`: what models and optimizers
 # are called, and the tag that `save_state` gives to an engine's checkpoint. A Trainer leaves its state beside them.
@@ -19,6 +20,7 @@ _FSDP_BY_RANK = r"pytorch_model_fsdp(?:_[0-9]+)?_rank[0-9]+\.bin"
 _ENGINE = r"pytorch_model(?:_[0-9]+)?"
 _ENGINE_BY_RANK = r"(?:zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_model_states\.pt"
 _FURTHER_MODEL = r"model_(?P<number>[0-9]+)\.safetensors"
+_TRAINER_STATE = "trainer_state.json"
 _BY_TRAINER = "Accelerate, by transformers' Trainer"
 
 ACCELERATE = TrainerFacts(
@@ -26,9 +28,9 @@ ACCELERATE = TrainerFacts(
     marks=(
         Mark(_BY_TRAINER, files=(_FSDP_BY_RANK, r"trainer_state\.json")),
         Mark("Accelerate", files=(_FSDP_BY_RANK,)),
-        Mark(_BY_TRAINER, place=_ENGINE, files=(_ENGINE_BY_RANK,), beside=STATE),
+        Mark(_BY_TRAINER, place=_ENGINE, files=(_ENGINE_BY_RANK,), beside=_TRAINER_STATE),
         Mark("Accelerate", place=_ENGINE, files=(_ENGINE_BY_RANK,)),
-        Mark(_BY_TRAINER, place=_FSDP, beside=STATE),
+        Mark(_BY_TRAINER, place=_FSDP, beside=_TRAINER_STATE),
         Mark("Accelerate", place=_FSDP),
     ),
     others=("optimizer_[0-9]+",),
@@ -56,7 +58,7 @@ def _marks_of_trainer(library: str, package: str) -> tuple[Mark, ...]:
     title, pickled = f"{library}, by transformers' Trainer", (_ARGUMENTS, rf"{package}\..*")
     return (
         Mark(title, files=(re.escape(_ARGUMENTS),), pickled=pickled),
-        Mark(title, place=f"{_FSDP}|{_GLOBAL_STEP}", beside=STATE, pickled=pickled),
+        Mark(title, place=f"{_FSDP}|{_GLOBAL_STEP}", beside=_TRAINER_STATE, pickled=pickled),
     )
 
 
@@ -308,7 +310,7 @@ _ZERO = r"(?:(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_)?mp_rank_[0-9]{2,}_(?:model|op
 DEEPSPEED = TrainerFacts(
     name="deepspeed",
     marks=(
-        Mark("DeepSpeed, by transformers' Trainer", files=(_ZERO,), beside=STATE),
+        Mark("DeepSpeed, by transformers' Trainer", files=(_ZERO,), beside=_TRAINER_STATE),
         Mark("DeepSpeed", files=(_ZERO,)),
     ),
     steps=(_GLOBAL_STEP, f"{_GLOBAL_STEP}_universal"),
@@ -469,6 +471,36 @@ LEROBOT = TrainerFacts(
     config=ConfigOf(
         "LeRobot", ("type",), beside=(r"policy_(?:pre|post)processor(?:_step_[0-9]+_\w+)?\.(?:json|safetensors)",)
     ),
+)
+
+
+def metrics_at_step(state: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that a Trainer logged at the step of its state, without its speed."""
+    entries = [entry for entry in state["log_history"] if entry.get("step") == state["global_step"]]
+    numbers = {
+        str(name): float(value)
+        for entry in entries
+        for name, value in entry.items()
+        if name == "loss" or (name.startswith("eval_") and not name.endswith(("_runtime", "_per_second")))
+    }
+    return {**numbers, "step": float(state["global_step"])} if numbers else {}
+
+
+# transformers/trainer.py, trainer_callback.py (`TrainerState`), modeling_utils.py (`save_pretrained`)
+TRANSFORMERS = TrainerFacts(
+    name="transformers",
+    marks=(
+        Mark("transformers' Trainer", files=(r"trainer_state\.json",)),
+        Mark("transformers", json=("config.json", "transformers_version")),
+    ),
+    steps=("checkpoint-([0-9]{1,18})",),
+    beside={r"optimizer\.pt": "optimizer"},
+    step_keys=((_TRAINER_STATE, ("global_step",)),),
+    best_keys=((_TRAINER_STATE, ("best_model_checkpoint",)),),
+    own_state=(r"rng_state_([0-9]+)\.pth",),
+    optional_state=(r"rng_state_([0-9]+)\.pth",),  # `Trainer._load_rng_state` continues without it
+    states=(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state\.pth",),
+    metrics={_TRAINER_STATE: MetricsFile(1 << 26, metrics_at_step)},  # it has an entry for every logging step
 )
 
 # `who_wrote` tries the trainers in this order: the most specific marks come first, and torch comes before the libraries
