@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from ckptkit.checks.inspect import Inspected as Inspected
     from ckptkit.checks.inspect import inspect as inspect
     from ckptkit.checks.make_manifest import make_manifest as make_manifest
-    from ckptkit.checks.moved import Moved as Moved
-    from ckptkit.checks.moved import moved as moved
     from ckptkit.checks.open import LazyCheckpoint as LazyCheckpoint
     from ckptkit.checks.open import LazyTensor as LazyTensor
     from ckptkit.checks.open import open as open  # noqa: A004 - `ckptkit.open` is its name
+    from ckptkit.checks.parameter_changes import Moved as Moved
+    from ckptkit.checks.parameter_changes import moved as moved
     from ckptkit.checks.stats import Stats as Stats
     from ckptkit.checks.stats import stats as stats
     from ckptkit.checks.verify import Verified as Verified
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from ckptkit.plugins.deltas.verify_delta import verify_delta as verify_delta
     from ckptkit.plugins.doctor.doctor import Diagnosis as Diagnosis
     from ckptkit.plugins.doctor.doctor import doctor as doctor
-    from ckptkit.plugins.doctor.explain import explain as explain
     from ckptkit.plugins.doctor.finding import Finding as Finding
+    from ckptkit.plugins.doctor.known_errors import explain as explain
     from ckptkit.plugins.estimate.estimate import Estimated as Estimated
     from ckptkit.plugins.estimate.estimate import estimate as estimate
     from ckptkit.plugins.hub.pull import Pulled as Pulled
@@ -81,7 +81,7 @@ _HOMES = {
         "checks.differences": "Diff",
         "checks.inspect": "inspect Inspected",
         "checks.make_manifest": "make_manifest",
-        "checks.moved": "Moved moved",
+        "checks.parameter_changes": "Moved moved",
         "checks.open": "LazyCheckpoint LazyTensor open",
         "checks.stats": "Stats stats",
         "checks.verify": "Verified verify",
@@ -95,7 +95,7 @@ _HOMES = {
         "plugins.deltas.open_delta": "inspect_delta InspectedDelta",
         "plugins.deltas.verify_delta": "verify_delta",
         "plugins.doctor.doctor": "Diagnosis doctor",
-        "plugins.doctor.explain": "explain",
+        "plugins.doctor.known_errors": "explain",
         "plugins.doctor.finding": "Finding",
         "plugins.estimate.estimate": "estimate Estimated",
         "plugins.hub.pull": "pull Pulled",

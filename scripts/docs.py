@@ -25,7 +25,7 @@ from typing import Any
 
 import ckptkit
 from ckptkit.cli.commands import COMMANDS, make_command
-from ckptkit.plugins.doctor.explain import MESSAGES
+from ckptkit.plugins.doctor.known_errors import MESSAGES
 from scripts.changes import release
 from scripts.markdown import ROOT, WIDTH, fill_part, paragraph
 from scripts.results import write_fields, write_json

@@ -33,7 +33,7 @@ from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.state.draft import Conversion, Draft
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.pipeline import write_output
+from ckptkit.state.write_output import write_output
 from tests import producers
 from tests.conftest import Produce, Produced
 from tests.formats.contract import raw_bytes

@@ -25,7 +25,7 @@ from tests.source import PACKAGE, PATHS, nodes
 TORCH_AT_THE_TOP = (
     *("training.*", "training", "storage.*", "storage"),
     *(
-        "models.names.moved",
+        "models.names.tensor_tracing",
         "integrations.lightning",
         "integrations.background",
         "plugins.deltas.vllm_engine",
@@ -33,7 +33,7 @@ TORCH_AT_THE_TOP = (
     ),
 )
 TORCH_WHEN_USED = (
-    "state.pipeline",
+    "state.write_output",
     "checks.open",
     "integrations.transformers",
     "models.transformers_model",
@@ -60,7 +60,7 @@ SCHEMES = {"io*": {"hf"}}
 NAMELESS = ("io.[!p]*", "engine*", "layout*")
 
 # Strings by which a format is known, and the one file that may hold them, beside the table of formats.
-MARKERS = {".distcp": "formats.dcp.read_metadata", "weight_map": "formats.indices"}
+MARKERS = {".distcp": "formats.dcp.read_metadata", "weight_map": "formats.index_file"}
 
 # The trainers of which nothing but their table may speak, and the one module that has to: classes in a pickle are told
 # by the module that they are of.
@@ -75,13 +75,13 @@ WRITTEN_BY: dict[str, set[str]] = {
     "formats.ranks.write_files": {"skyrl"},  # an entry of its
     "formats.pt": {"megatron"},  # a file name of its
     "formats.dcp.format": {"megatron"},
-    "state.masters": {"megatron"},  # whose names for masters it knows
+    "state.master_weights": {"megatron"},  # whose names for masters it knows
     "plugins.megatron*": {"megatron", "peft"},
     "plugins.deepspeed*": {"deepspeed"},
     "adapters*": {"peft"},  # what it saves is what all that load adapters read
     "adapters.config": {"megatron"},  # a key of it
-    "models.adapter_facts": {"peft", "megatron"},  # whose keys the adapter's config has
-    "models.computation": {"peft", "diffusers"},  # whose versions config.json has
+    "models.adapter_config_differences": {"peft", "megatron"},  # whose keys the adapter's config has
+    "models.config_differences": {"peft", "diffusers"},  # whose versions config.json has
     "adapters.find": {"megatron"},  # whose trainers have names of their own
     "plugins.expert_adapters*": {"megatron", "nemo", "peft", "skyrl", "vllm"},  # each stores experts in another form
     "layout.wrappers": {"peft"},  # whose wrapper puts words into names
@@ -98,7 +98,7 @@ WRITTEN_BY: dict[str, set[str]] = {
     "integrations.trainer": {"accelerate"},  # which saves for a Trainer
     "plugins.vllm*": {"vllm"},
     "plugins.doctor.optimizer": {"megatron"},  # which keeps a map of groups
-    "plugins.doctor.explain": {"accelerate", "deepspeed", "verl"},  # whose words they are
+    "plugins.doctor.known_errors": {"accelerate", "deepspeed", "verl"},  # whose words they are
 }
 
 IDENTIFIERS = frozenset({"id", "attr", "arg", "name", "asname", "module"})  # fields of nodes

@@ -21,7 +21,7 @@ from ckptkit.adapters.names import DEFAULT
 from ckptkit.errors import Corrupt, NotACheckpoint, Unsupported
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import read_small
-from ckptkit.models.adapter_facts import ADAPTER_CONFIG
+from ckptkit.models.adapter_config_differences import ADAPTER_CONFIG
 from ckptkit.models.companions import directories_to_search
 
 NAME = ADAPTER_CONFIG

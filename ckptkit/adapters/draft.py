@@ -7,12 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptkit.adapters.changes import (
-    check_adapter_fits_config,
-    embeddings_saved_in_full,
-    trained_biases,
-    without_tied_duplicates,
-)
 from ckptkit.adapters.config import NAME as CONFIG
 from ckptkit.adapters.config import AdapterConfig, config_bytes_for_inference, find_adapter_config
 from ckptkit.adapters.experts import remarks_on_lora_b_layout
@@ -26,16 +20,22 @@ from ckptkit.adapters.find import (
     find_trainer_names,
 )
 from ckptkit.adapters.names import DEFAULT, WRAPPER, name_inside_wrapper
+from ckptkit.adapters.weight_updates import (
+    check_adapter_fits_config,
+    embeddings_saved_in_full,
+    trained_biases,
+    without_tied_duplicates,
+)
 from ckptkit.checkpoints.component import Component
 from ckptkit.entry_points import import_object
 from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.io.origin import Origin
 from ckptkit.layout import edits
 from ckptkit.layout.wrappers import may_be_adapter
-from ckptkit.models.adapter_facts import is_base_changed
+from ckptkit.models.adapter_config_differences import is_base_changed
+from ckptkit.models.architectures import HEAD, find_embedding
 from ckptkit.models.companions import CONFIG as MODEL_CONFIG
 from ckptkit.models.companions import read_config_json, tokenizer_paths_in
-from ckptkit.models.known_types import HEAD, find_embedding
 from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.models.vocabulary import find_vocabulary_size
 from ckptkit.state.draft import Conversion, Draft, Entries

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.changes import is_saved_module
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapters
 from ckptkit.adapters.experts import find_expert_form
@@ -16,6 +15,7 @@ from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.in_memory import layout_under_memory_names, translate_updates_to_files
 from ckptkit.adapters.merged_blocks import ExpertsProduct
 from ckptkit.adapters.recipes import AdapterSource, Merging
+from ckptkit.adapters.weight_updates import is_saved_module
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_record_of
@@ -26,18 +26,18 @@ from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.renames import fold_numbers
 from ckptkit.layout.wrappers import may_be_adapter
-from ckptkit.models.adapter_facts import is_base_changed
+from ckptkit.models.adapter_config_differences import is_base_changed
+from ckptkit.models.architectures import find_embedding
 from ckptkit.models.companions import TOKENIZER_LIMIT, find_companions, tokenizer_paths_in
 from ckptkit.models.expected import closest_form_or_error
 from ckptkit.models.fit import require_equal_tied, restore_tied, ties_to_drop
-from ckptkit.models.known_types import find_embedding
+from ckptkit.models.mtp_layers import mtp_tensor_names
 from ckptkit.models.names import HUB
-from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.transformers_model import NotBuilt
 from ckptkit.models.vocabulary import NewVocabulary, find_vocabulary_size
 from ckptkit.state.model import Model
 from ckptkit.state.options import EXPERT_FORMS, FLAT, PER_EXPERT, ConvertOptions
-from ckptkit.state.quantized.plain import dequantize_all
+from ckptkit.state.quantized.dequantize import dequantize_all
 from ckptkit.state.steps import fit_tensors_to_config, translate_names, without_trainer_prefix
 from ckptkit.words import command_line, count, natural_sort_key
 

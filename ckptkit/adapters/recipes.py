@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptkit.adapters.changes import WeightUpdate, is_saved_module, trained_biases, weight_updates_of, wrong_rank_error
 from ckptkit.adapters.config import AdapterConfig
 from ckptkit.adapters.experts import choose_lora_b_layout, find_lora_b_layout
 from ckptkit.adapters.find import Adapter
@@ -23,13 +22,20 @@ from ckptkit.adapters.merged_blocks import (
     ScaledAddition,
     TransposedProduct,
 )
+from ckptkit.adapters.weight_updates import (
+    WeightUpdate,
+    is_saved_module,
+    trained_biases,
+    weight_updates_of,
+    wrong_rank_error,
+)
 from ckptkit.engine.recipes import Taken, working_dtype
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Recipe, Region, identity_region
-from ckptkit.models.known_types import HEAD, find_embedding
+from ckptkit.models.architectures import HEAD, find_embedding
 from ckptkit.state.options import BLOCKS
 
 Kind = Callable[[Operand, Operand, Shape, Shape, float], Product]

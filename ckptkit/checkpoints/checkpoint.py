@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from ckptkit import trainers
 from ckptkit.argument_types import with_checked_arguments
-from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.component import Component, join_layouts
-from ckptkit.checkpoints.evidence import gather_evidence_from_names, gather_trainer_evidence, read_value_at_key
 from ckptkit.checkpoints.find_components import (
     COMPANION,
     EXPORTED,
@@ -32,7 +30,9 @@ from ckptkit.checkpoints.find_components import (
     ranks_with_files_at,
     unused_files,
 )
+from ckptkit.checkpoints.salvage_account import read_account
 from ckptkit.checkpoints.several_disks import Others, join_directories
+from ckptkit.checkpoints.trainer_evidence import gather_evidence_from_names, gather_trainer_evidence, read_value_at_key
 from ckptkit.errors import (
     CheckpointWarning,
     CkptError,
@@ -53,11 +53,11 @@ from ckptkit.formats import (
     no_format_error,
 )
 from ckptkit.formats.archives.flatten import find_dict_items
-from ckptkit.formats.archives.state_files import find_foreign_file_error
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
+from ckptkit.formats.archives.torch_save import find_foreign_file_error
 from ckptkit.formats.rank_names import names_differing_in_rank, not_joined_error
 from ckptkit.io.file import find_link_target_entry, list_children, missing_path_error, names_in
-from ckptkit.io.joined import JoinedPath, join_paths, local_paths_of
+from ckptkit.io.joined_path import JoinedPath, join_paths, local_paths_of
 from ckptkit.io.path import prefetch_listings, to_local_path, to_path
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.models.companions import Companions, find_companions

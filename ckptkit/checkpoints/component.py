@@ -8,10 +8,10 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
-from ckptkit.checkpoints.evidence import gather_trainer_evidence
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import Manifest, explain_deleted_metadata, read_manifest
 from ckptkit.checkpoints.optimizers.flat_parameters import unflatten_parameters
+from ckptkit.checkpoints.trainer_evidence import gather_trainer_evidence
 from ckptkit.errors import (
     CkptError,
     Corrupt,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ckptkit import trainers
 from ckptkit.checkpoints.component import MODEL, Component
-from ckptkit.checkpoints.evidence import read_json_object
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
+from ckptkit.checkpoints.trainer_evidence import read_json_object
 from ckptkit.errors import Unsupported, names_and_more
 from ckptkit.formats import (
     FormatReader,
@@ -21,10 +21,10 @@ from ckptkit.formats import (
     is_checkpoint_by_contents,
     lacks_main_file,
 )
-from ckptkit.formats.archives.state_files import is_torch_save
+from ckptkit.formats.archives.torch_save import is_torch_save
 from ckptkit.formats.rank_names import names_differing_in_rank, not_joined_error
 from ckptkit.io.file import list_children, list_directories, names_in
-from ckptkit.io.local import is_link_outside_cache
+from ckptkit.io.local_file import is_link_outside_cache
 from ckptkit.models.companions import FILES
 from ckptkit.models.names.weights import COPY, TRAINING
 from ckptkit.trainers import ONE_FILE, find_step_of_path, is_like_checkpoint_name, name_without_suffixes

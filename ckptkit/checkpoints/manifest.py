@@ -17,7 +17,7 @@ from ckptkit.errors import RESTORE, CheckpointWarning, CkptError, Corrupt, Incom
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import combine_crc32, crc32
 from ckptkit.io.file import find_stored_checksums, is_existing_path, read_small, require_plain_file_name
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import is_remote, map_in_parallel
 from ckptkit.io.stores import StoredSum
 from ckptkit.layout import Layout

@@ -18,14 +18,14 @@ from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import is_existing_path
-from ckptkit.models.adapter_facts import (
+from ckptkit.models.adapter_config_differences import (
     ADAPTER_CONFIG,
     BASE,
     find_adapter_config_values,
     find_adapter_differences,
 )
 from ckptkit.models.companions import CONFIG, MODULES, Companions, different_preprocessing_files, find_companions
-from ckptkit.models.computation import (
+from ckptkit.models.config_differences import (
     ConfigDifference,
     compare_flattened_configs,
     find_config_differences,

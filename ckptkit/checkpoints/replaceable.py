@@ -12,12 +12,12 @@ from functools import cache, partial
 from pathlib import Path
 
 from ckptkit import trainers
-from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checkpoints.other_kinds import find_kind_by_files, find_non_checkpoint_kind
+from ckptkit.checkpoints.salvage_account import NAME as ACCOUNT
 from ckptkit.errors import (
     Corrupt,
     Mismatch,
@@ -31,7 +31,7 @@ from ckptkit.errors import (
 from ckptkit.formats import is_model_file_name
 from ckptkit.io.file import list_children, names_in
 from ckptkit.io.path import drop_cached_listing
-from ckptkit.models.adapter_facts import ADAPTER_CONFIG
+from ckptkit.models.adapter_config_differences import ADAPTER_CONFIG
 from ckptkit.models.companions import FILES, TEMPLATES
 from ckptkit.models.names.weights import training_state_names
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.errors import Corrupt, Usage
-from ckptkit.io.joined import join_paths, local_paths_of
+from ckptkit.io.joined_path import join_paths, local_paths_of
 from ckptkit.io.path import to_path
 from ckptkit.trainers import find_step_of_path_or_parent
 

@@ -13,7 +13,7 @@ from ckptkit.checkpoints.component import require_archives_of_one_save
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_parameter_key_kind
-from ckptkit.checkpoints.optimizers.owners import ORDER, read_optimizer_order
+from ckptkit.checkpoints.optimizers.parameter_names import ORDER, read_optimizer_order
 from ckptkit.checks.differences import Diff, Difference, Reason, differing_entries
 from ckptkit.engine.compare import Comparison, compare_layouts, row_major_checksums
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
@@ -24,7 +24,13 @@ from ckptkit.layout.box import Shape
 from ckptkit.layout.distance import Tolerance
 from ckptkit.layout.renames import match_names_by_rule
 from ckptkit.models.companions import CONFIG
-from ckptkit.state.matching import Side, pair_components, rename_sides, with_comparable_names, with_hub_names_on_both
+from ckptkit.state.match_checkpoints import (
+    Side,
+    pair_components,
+    rename_sides,
+    with_comparable_names,
+    with_hub_names_on_both,
+)
 from ckptkit.state.names import NameOptions
 from ckptkit.state.selection import Edits
 from ckptkit.words import count

@@ -10,7 +10,7 @@ from typing import Literal
 from ckptkit.engine.compare import compare_layouts
 from ckptkit.errors import Unsupported
 from ckptkit.formats import locate_all_chunks
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
 from ckptkit.formats.pickles.inert_pickle import SCALARS, PersistentId, walk_members
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
@@ -18,7 +18,7 @@ from ckptkit.layout.box import full_box
 from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.renames import fold_numbers
-from ckptkit.models.computation import ConfigDifference, describe_differences
+from ckptkit.models.config_differences import ConfigDifference, describe_differences
 from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import count, format_bytes
 

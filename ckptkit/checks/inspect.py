@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import words
-from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.find_components import LeftBehind
-from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
 from ckptkit.checkpoints.optimizers.keys import find_parameter_key_kind
+from ckptkit.checkpoints.partial_file import find_partial_file_error, why_maybe_partial_file
+from ckptkit.checkpoints.salvage_account import read_account
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, Layout, StoredTensor
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapter
+from ckptkit.models.architectures import HEAD, find_embedding, has_tied_head
 from ckptkit.models.companions import find_model_config
-from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.models.names.weights import OF_ONE
 from ckptkit.state.quantized.config import may_be_quantized_model
 from ckptkit.summary import Summarized

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, local_path_of_source
+from ckptkit.checkpoints.finalize_files import file_checksums, regular_files_in, replace_manifest
 from ckptkit.checkpoints.manifest import NAME, Manifest
-from ckptkit.checkpoints.seal import file_checksums, regular_files_in, replace_manifest
 from ckptkit.checks.verify import Verified, bytes_at_path, require_no_problems, verify_component
 from ckptkit.errors import Occupied, Usage
 from ckptkit.io.progress import Progress, make_progress_reporter

@@ -12,7 +12,7 @@ from typing import Self, overload
 from ckptkit import words
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import require_archives_of_one_save
-from ckptkit.checks.moved import Moved, moved
+from ckptkit.checks.parameter_changes import Moved, moved
 from ckptkit.checks.tree import Branch, folded_tree_lines
 from ckptkit.engine.blocks import Block, blocks_of_plan
 from ckptkit.engine.check_sources import Sources
@@ -24,7 +24,7 @@ from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.layout import KeyPath, Layout, Spec, edits
 from ckptkit.layout.counting import Count, count_values
 from ckptkit.layout.plan import Plan, in_file_order, self_copy_target
-from ckptkit.models.names.parameters import key_within_optimizer
+from ckptkit.models.names.rename_parameters import key_within_optimizer
 from ckptkit.models.names.weights import find_weights_or_none
 from ckptkit.state.selection import Edits
 from ckptkit.summary import Summarized

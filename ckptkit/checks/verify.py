@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.checkpoints.account import NAME as ACCOUNT
-from ckptkit.checkpoints.account import describe_account, read_account
 from ckptkit.checkpoints.checkpoint import (
     Checkpoint,
     Source,
@@ -27,6 +25,7 @@ from ckptkit.checkpoints.checkpoint import (
 from ckptkit.checkpoints.component import Component, find_unfinished_error
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.facts import Certainty
+from ckptkit.checkpoints.finalize_files import file_checksums
 from ckptkit.checkpoints.find_components import EXPORTED, LOST, LeftBehind
 from ckptkit.checkpoints.manifest import (
     ByteRange,
@@ -37,12 +36,13 @@ from ckptkit.checkpoints.manifest import (
     read_manifest,
     read_store_checksums,
 )
-from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
+from ckptkit.checkpoints.partial_file import find_partial_file_error, why_maybe_partial_file
 from ckptkit.checkpoints.problems import Problems, join_first_names, merge_file_problems
 from ckptkit.checkpoints.replicas import check_replicas
-from ckptkit.checkpoints.seal import file_checksums
-from ckptkit.checks.masters import compare_low_precision_copies, compare_masters
-from ckptkit.checks.own_files import OwnFiles
+from ckptkit.checkpoints.salvage_account import NAME as ACCOUNT
+from ckptkit.checkpoints.salvage_account import describe_account, read_account
+from ckptkit.checks.checkpoint_files import OwnFiles
+from ckptkit.checks.compare_masters import compare_low_precision_copies, compare_masters
 from ckptkit.engine.scan import find_first_zero_page, scan_files
 from ckptkit.errors import (
     DAMAGED,
@@ -62,7 +62,7 @@ from ckptkit.io.file import file_size, is_existing_path, list_children
 from ckptkit.io.origin import Origin
 from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.layout import Blob, Chunk, Extent, FileOffset, Layout
-from ckptkit.models.computation import describe_differences
+from ckptkit.models.config_differences import describe_differences
 from ckptkit.state.names import NameOptions
 from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import count, format_bytes

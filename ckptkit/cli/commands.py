@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ckptkit.cli.settings import PlainCommand, UsageError, as_typer_command, exit_with_help, install_plain_value_parser
+from ckptkit.cli.options import PlainCommand, UsageError, as_typer_command, exit_with_help, install_plain_value_parser
 from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import SALVAGE, SALVAGE_HERE, Usage
 from ckptkit.version import __version__

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from ckptkit.checkpoints.account import NAME, Account, Lost
 from ckptkit.checkpoints.find_components import LOST, describe_not_copied
+from ckptkit.checkpoints.salvage_account import NAME, Account, Lost
+from ckptkit.cli.options import checkpoint_argument, given_settings, typer_option_of
 from ckptkit.cli.output import (
     pick,
     print_files,
@@ -28,7 +29,6 @@ from ckptkit.cli.output import (
     print_used_checkpoint,
     set_quiet,
 )
-from ckptkit.cli.settings import checkpoint_argument, given_settings, typer_option_of
 from ckptkit.entry_points import import_object
 from ckptkit.errors import Usage, names_and_more
 from ckptkit.formats import describe_writable_formats, writable_formats

@@ -20,8 +20,8 @@ from ckptkit.cli.conversion import (
     parse_factors,
     print_result,
 )
+from ckptkit.cli.options import Also, join_also_directories, join_also_if_single, with_options
 from ckptkit.cli.output import Json, progress_bar
-from ckptkit.cli.settings import Also, join_also_directories, join_also_if_single, with_options
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_model_path, to_path
 

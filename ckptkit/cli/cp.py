@@ -9,8 +9,8 @@ import typer
 
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.cli.conversion import Source, Yes, dry_run_option, shared_options, with_hub_note
+from ckptkit.cli.options import Also, given_settings, join_also_directories, with_options
 from ckptkit.cli.output import Json, pick, print_files, print_json, print_text_line, print_used_checkpoint, progress_bar
-from ckptkit.cli.settings import Also, given_settings, join_also_directories, with_options
 from ckptkit.io.destination import to_destination
 from ckptkit.settings import Setting
 

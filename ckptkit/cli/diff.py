@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import shared_options
+from ckptkit.cli.options import Also, checkpoint_argument, given_settings, join_also_directories, with_options
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -21,7 +22,6 @@ from ckptkit.cli.output import (
     progress_bar,
     with_repeat_count,
 )
-from ckptkit.cli.settings import Also, checkpoint_argument, given_settings, join_also_directories, with_options
 from ckptkit.io.path import to_path
 from ckptkit.settings import Setting
 from ckptkit.words import command_line

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptkit.checkpoints.account import describe_account
 from ckptkit.checkpoints.find_components import describe_not_copied
+from ckptkit.checkpoints.salvage_account import describe_account
+from ckptkit.cli.options import Also, checkpoint_argument, join_also_directories
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -18,7 +19,6 @@ from ckptkit.cli.output import (
     print_text_line,
     print_used_checkpoint,
 )
-from ckptkit.cli.settings import Also, checkpoint_argument, join_also_directories
 from ckptkit.entry_points import import_object
 from ckptkit.errors import names_and_more
 from ckptkit.words import count, format_bytes, format_parameter_count

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.cli.options import Also, join_also_directories
 from ckptkit.cli.output import (
     Json,
     format_age,
@@ -20,7 +21,6 @@ from ckptkit.cli.output import (
     print_text_line,
     terminal_width,
 )
-from ckptkit.cli.settings import Also, join_also_directories
 from ckptkit.errors import names_and_more
 from ckptkit.io.path import to_path
 from ckptkit.words import command_line, count, escape_control_characters, format_bytes

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.cli.options import Also, given_settings, join_also_directories, join_also_if_single, with_options
 from ckptkit.cli.output import (
     Json,
     format_age,
@@ -20,9 +21,8 @@ from ckptkit.cli.output import (
     progress_bar,
     to_json_value,
 )
-from ckptkit.cli.settings import Also, given_settings, join_also_directories, join_also_if_single, with_options
 from ckptkit.errors import Usage
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import restore_relative_path, to_uncached_path
 from ckptkit.settings import Setting, option_name
 from ckptkit.words import command_line, format_bytes

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from ckptkit.cli.conversion import shared_options
+from ckptkit.cli.options import Also, checkpoint_argument, given_settings, join_also_directories, with_options
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -19,7 +20,6 @@ from ckptkit.cli.output import (
     progress_bar,
     with_repeat_count,
 )
-from ckptkit.cli.settings import Also, checkpoint_argument, given_settings, join_also_directories, with_options
 from ckptkit.errors import Usage
 from ckptkit.io.path import to_path
 from ckptkit.words import count, per_cent
@@ -27,7 +27,7 @@ from ckptkit.words import count, per_cent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptkit.checks.moved import Movement
+    from ckptkit.checks.parameter_changes import Movement
     from ckptkit.checks.stats import Stats
     from ckptkit.layout.counting import Count
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.cli.options import given_settings, with_options
 from ckptkit.cli.output import Json, print_json, print_note, print_text_line, reserve_stdout
-from ckptkit.cli.settings import given_settings, with_options
 from ckptkit.entry_points import import_object
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_local_path, to_path

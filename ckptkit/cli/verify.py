@@ -10,6 +10,7 @@ import typer
 
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.cli.conversion import Jobs, shared_options
+from ckptkit.cli.options import Also, given_settings, join_also_directories, join_also_if_single, with_options
 from ckptkit.cli.output import (
     Json,
     as_printable,
@@ -21,7 +22,6 @@ from ckptkit.cli.output import (
     progress_bar,
     to_json_value,
 )
-from ckptkit.cli.settings import Also, given_settings, join_also_directories, join_also_if_single, with_options
 from ckptkit.errors import Usage
 from ckptkit.io.file import missing_path_error
 from ckptkit.io.path import to_local_path, to_path

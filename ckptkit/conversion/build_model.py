@@ -51,7 +51,7 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
     if options.dtype:
         model = cast_to_requested(model, options)
         if options.quantize is None and model.may_be_quantized:
-            from ckptkit.state.quantized.plain import check_quantized_casts
+            from ckptkit.state.quantized.dequantize import check_quantized_casts
 
             model = check_quantized_casts(model, options)
     if model.companions.config is not None:
@@ -67,7 +67,7 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
     if model.part.masters is not None or (
         is_export and any(tensor.spec.dtype.name == "int16" for tensor in model.part.layout.tensors.values())
     ):
-        from ckptkit.state.masters import add_master_recipes, with_note_on_remainders
+        from ckptkit.state.master_weights import add_master_recipes, with_note_on_remainders
 
         model = with_note_on_remainders(model) if model.part.masters is None else add_master_recipes(model)
     return model
@@ -86,7 +86,7 @@ def open_and_join_models(components: Sequence[Component], options: ConvertOption
     (model,) = models
     if model.part.masters is None:
         return model
-    from ckptkit.state.masters import join_masters
+    from ckptkit.state.master_weights import join_masters
 
     return join_masters(model, open_model_with_names(model.part, options, model.part.masters))
 
@@ -97,7 +97,7 @@ def open_model_with_names(component: Component, options: ConvertOptions, replace
     if options.is_for_hub:
         refuse_duplicate_model(model)
     if options.quantize is not None or model.may_be_quantized:
-        from ckptkit.state.quantized.plain import dequantize_if_asked
+        from ckptkit.state.quantized.dequantize import dequantize_if_asked
 
         model = dequantize_if_asked(model, options)
     if options.wanted_names != KEEP and not options.rename and may_need_renaming(model, options):
@@ -125,7 +125,7 @@ def with_notes_on_base(model: Model, options: ConvertOptions) -> Model:
 
         model = with_base_difference_notes(model, options)
     if any(word in str(model.config) for word in ("mtp", "nextn")):
-        from ckptkit.models.predictors import with_present_mtp_layers
+        from ckptkit.models.mtp_layers import with_present_mtp_layers
 
         config, words = with_present_mtp_layers(model.config, model.layout.tensors)
         model = model.with_config(config).with_remarks(*words)

@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source, step_checkpoints_in_run
 from ckptkit.checkpoints.examination import OF_EXPORTS, OF_SHAPES, RULES, examine_checkpoint
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.manifest import FileSum, read_manifest
-from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
+from ckptkit.checkpoints.partial_file import find_partial_file_error, why_maybe_partial_file
 from ckptkit.checkpoints.replaceable import check_replaceable
+from ckptkit.checkpoints.salvage_account import NAME as ACCOUNT
 from ckptkit.conversion.build_model import build_model, choose_model_component
 from ckptkit.entry_points import import_object
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
@@ -41,9 +41,9 @@ from ckptkit.state.directories import (
 )
 from ckptkit.state.draft import Conversion, draft_of_model
 from ckptkit.state.options import ADAPTER, MASTER, MODULE, ConvertOptions, Keywords, with_full_signature
-from ckptkit.state.pipeline import write_output
 from ckptkit.state.report import Converted, Written, complete_result, predict_result
 from ckptkit.state.selection import LIKE
+from ckptkit.state.write_output import write_output
 from ckptkit.words import count, join_with_or
 
 if TYPE_CHECKING:
@@ -285,19 +285,19 @@ def draft_conversion(checkpoints: Sequence[Checkpoint], dst: Path, options: Conv
     if options.weights_from == MODULE:
         checkpoints = [checkpoint.with_low_precision_copies() for checkpoint in checkpoints]
     if options.weights_from == MASTER:
-        from ckptkit.state.masters import with_master_weights
+        from ckptkit.state.master_weights import with_master_weights
 
         checkpoints = [with_master_weights(checkpoint, options) for checkpoint in checkpoints]
     if not (options.writer.is_model_only or options.weights or options.merge):
         checkpoint = checkpoints[0]
         if options.dtype and any(tensor.spec.dtype.name == "int16" for tensor in checkpoint.layout.tensors.values()):
-            from ckptkit.state.masters import refuse_cast_with_remainders
+            from ckptkit.state.master_weights import refuse_cast_with_remainders
 
             refuse_cast_with_remainders(checkpoint, options)
         if options.writer.drafted_by:
             whole: Conversion = import_object(options.writer.drafted_by)(checkpoint, dst, options)
             return whole
-        from ckptkit.state.parts import draft_components
+        from ckptkit.state.draft_checkpoint import draft_components
 
         return draft_components(checkpoint, dst, options)
     chosen = [choose_model_component(checkpoint, options) for checkpoint in checkpoints]

@@ -17,9 +17,9 @@ from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.progress import Progress
 from ckptkit.io.staging import find_resume_key
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.pipeline import finish_output
 from ckptkit.state.report import Converted
 from ckptkit.state.to_store import KEY
+from ckptkit.state.write_output import finish_output
 
 _LIMIT = 1 << 20  # bytes: a key is small; bounds the memory for a wrong file
 

@@ -66,7 +66,7 @@ def compare_layouts(
         nbytes = len(ours) + len(theirs)
         if not measure_all and a_dtype == b_dtype and are_equal_buffers(ours, theirs):
             return None, nbytes
-        from ckptkit.layout.measuring import measure_distance
+        from ckptkit.layout.measure_distance import measure_distance
 
         return measure_distance((ours, a_dtype), (theirs, b_dtype), block.box, tolerance), nbytes
 
@@ -92,7 +92,7 @@ class Both:
 
     def measure_block(self, worker: Worker, block: Block) -> tuple[Distance, int]:
         """Return the distance of the two tensors in a block, and the bytes read for it."""
-        from ckptkit.layout.measuring import measure_distance
+        from ckptkit.layout.measure_distance import measure_distance
 
         inputs = iter([worker.read_operand(block, i, operand.dtype) for i, operand in enumerate(self.operands)])
         ours, theirs = (
@@ -177,7 +177,7 @@ def with_norms(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -
     sizes = dict.fromkeys(lacking, 0.0)
 
     def measure_block(worker: Worker, block: Block) -> float:
-        from ckptkit.layout.measuring import sum_of_finite_squares
+        from ckptkit.layout.measure_distance import sum_of_finite_squares
 
         return sum_of_finite_squares((worker.read_input(block), block.target.chunk.dtype))
 

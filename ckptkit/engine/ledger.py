@@ -15,7 +15,7 @@ from ckptkit.errors import translate_os_errors
 from ckptkit.io.crc32 import Checksums
 from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.file import opening, read_at
-from ckptkit.io.local import LocalFile
+from ckptkit.io.local_file import LocalFile
 from ckptkit.layout import Chunk, FileOffset
 
 # The journal has one line per finished unit, and a last line when the share is finished. A line says what was written,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
-from ckptkit.formats.indices import make_index, read_index
+from ckptkit.formats.index_file import make_index, read_index
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import JOURNAL, FormatWriter
 from ckptkit.formats.safetensors_headers import (
@@ -25,7 +25,7 @@ from ckptkit.formats.safetensors_headers import (
     require_storable_spec,
 )
 from ckptkit.io.file import is_existing_path, names_in, read_small
-from ckptkit.io.ranges import iterate_with_prefetch
+from ckptkit.io.remote_file import iterate_with_prefetch
 from ckptkit.layout import Chunk, Extent, Layout, NewFile, Spec, StoredTensor, WriterOptions, check_chunks_tile
 from ckptkit.words import command_line, natural_sort_key
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptkit.errors import Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import flatten, unflatten
-from ckptkit.formats.archives.state_files import (
+from ckptkit.formats.archives.torch_save import (
     HEAD,
     archive_extents_of,
     checksum_offsets_in,
@@ -27,7 +27,7 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.rank_names import names_differing_in_rank, not_joined_error
 from ckptkit.io.file import is_existing_path, names_in
-from ckptkit.io.ranges import iterate_with_prefetch
+from ckptkit.io.remote_file import iterate_with_prefetch
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, WriterOptions
 
 MAIN = "state.pt"

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ckptkit.errors import ELSEWHERE, CkptError, Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening
-from ckptkit.formats.archives.state_files import archive_extents_of, entry_locations_in_file, read_state_file
-from ckptkit.formats.indices import read_index
+from ckptkit.formats.archives.torch_save import archive_extents_of, entry_locations_in_file, read_state_file
+from ckptkit.formats.index_file import read_index
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import is_existing_path, names_in, require_plain_file_name
 from ckptkit.layout import Extent, KeyPath, Layout

@@ -24,8 +24,8 @@ from ckptkit.integrations.background import BackgroundSaver, attribute_replaced,
 from ckptkit.io.destination import to_destination
 from ckptkit.io.file import list_directories
 from ckptkit.io.path import is_remote
-from ckptkit.runs.keeper import open_run_backend
 from ckptkit.runs.prune import execute_prune, prune
+from ckptkit.runs.run_backend import open_run_backend
 from ckptkit.training.saving.run import failed_deletions_as_warnings
 
 _OWN_SAVES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)

@@ -25,8 +25,8 @@ from ckptkit.errors import IOFailure, names_and_more, warn
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.runs.cp import cp
-from ckptkit.runs.keeper import open_run_backend
 from ckptkit.runs.retention import readers_by_checkpoint
+from ckptkit.runs.run_backend import open_run_backend
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.saving.run import failed_deletions_as_warnings, start_save_thread

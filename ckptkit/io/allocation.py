@@ -12,7 +12,7 @@ from pathlib import Path
 from ckptkit.errors import NoRoom, translate_os_errors
 from ckptkit.io.disk import UNSUPPORTED_CALL, retry_interrupted
 from ckptkit.io.file import OpenFiles
-from ckptkit.io.local import LocalFile
+from ckptkit.io.local_file import LocalFile
 from ckptkit.io.path import is_remote
 from ckptkit.words import format_bytes
 

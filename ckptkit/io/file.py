@@ -13,10 +13,10 @@ from typing import Self
 
 from ckptkit.errors import RESTORE, CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import retry_interrupted
-from ckptkit.io.joined import JoinedPath, local_paths_of
-from ckptkit.io.local import LocalFile, open_for_writing, open_regular
+from ckptkit.io.joined_path import JoinedPath, local_paths_of
+from ckptkit.io.local_file import LocalFile, open_for_writing, open_regular
 from ckptkit.io.path import hint_for_hub_id, is_remote
-from ckptkit.io.ranges import RemoteFile
+from ckptkit.io.remote_file import RemoteFile
 from ckptkit.io.stores import ChecksumStore, StoredSum, translate_store_errors
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from ckptkit.errors import IOFailure, translate_os_errors
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import is_remote
 
 

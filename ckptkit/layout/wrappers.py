@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.layout.matching import KEEP_NUMBERS, Size, format_size
+from ckptkit.layout.match_parameters import KEEP_NUMBERS, Size, format_size
 
 # Source of recorded names: torch/optim/optimizer.py since 2.6. An optimizer that got `named_parameters()` has a list
 # `param_names` in each group, beside `params`. The names come from the module that was passed: it may have been wrapped

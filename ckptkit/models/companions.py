@@ -14,7 +14,7 @@ from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Usage, tr
 from ckptkit.formats.hf import WEIGHTS_FILE
 from ckptkit.formats.json_text import not_json_error, parse_json
 from ckptkit.io.file import list_children, names_in, read_small
-from ckptkit.io.local import is_link_outside_cache
+from ckptkit.io.local_file import is_link_outside_cache
 from ckptkit.io.path import hint_for_hub_id, is_model_id, is_remote, restore_relative_path, to_model_path, to_path
 from ckptkit.io.stores.hub import translate_download_errors
 from ckptkit.layout import Spec

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
-from ckptkit.models.known_types import EMBEDDING, HEAD, ROUTER, Table, find_table
+from ckptkit.models.architectures import EMBEDDING, HEAD, ROUTER, Table, find_table
+from ckptkit.models.conversion_mapping import to_disk, transforms_of
 from ckptkit.models.transformers_model import MetaModel, find_meta_model, linear_modules
-from ckptkit.models.transformers_table import to_disk, transforms_of
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

@@ -12,9 +12,9 @@ from ckptkit.errors import Caution, Mismatch, Unsupported
 from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.renames import find_prefix_rule, fold_numbers
+from ckptkit.models.architectures import HEAD, find_embedding, has_tied_head
 from ckptkit.models.companions import Companions
 from ckptkit.models.expected import Form, closest_form_or_error
-from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.words import count
 
 _EXTRA_STATE = re.compile(r"(.*\.)?_extra_state(/.*)?")
@@ -49,7 +49,7 @@ def fit_to_config(
     require_described_tensors(layout, form, str(companions.found_in))
     extra = sorted(layout.tensors.keys() - form.shapes.keys())
     if extra:
-        from ckptkit.models.predictors import mtp_tensor_names  # deferred: few models have extra tensors
+        from ckptkit.models.mtp_layers import mtp_tensor_names  # deferred: few models have extra tensors
 
         declared = mtp_tensor_names(extra, config)  # MTP layers, which transformers' model does not have
         extra = [name for name in extra if name not in declared]

@@ -12,8 +12,8 @@ from typing import Any
 
 from ckptkit.errors import Caution, Mismatch, Unsupported, and_more
 from ckptkit.layout.box import Shape
+from ckptkit.models.architectures import HEAD, has_tied_head
 from ckptkit.models.expected import Form, closest_form, forms_of_model
-from ckptkit.models.known_types import HEAD, has_tied_head
 from ckptkit.models.transformers_model import model_class_names_of
 from ckptkit.words import count
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, flatten_file
-from ckptkit.formats.archives.state_files import archive_extents_of, is_torch_save, report_truncated_files
+from ckptkit.formats.archives.torch_save import archive_extents_of, is_torch_save, report_truncated_files
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.rank_names import read_each_file

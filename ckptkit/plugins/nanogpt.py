@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ckptkit.formats.archives.flatten import find_dict_items
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
 from ckptkit.layout import Layout
 from ckptkit.layout.box import Shape
 from ckptkit.models.names.family import Family

@@ -11,16 +11,16 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
-from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
+from ckptkit.checkpoints.finalize_files import PlacedFiles, files_to_write_last
 from ckptkit.checkpoints.find_components import EARLIER, LeftBehind, is_hidden_file_not_copied, reason_not_copied
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, has_stale_manifest
 from ckptkit.checkpoints.other_kinds import find_non_checkpoint_kind
 from ckptkit.checkpoints.problems import Problems
 from ckptkit.checkpoints.replaceable import check_replaceable, marker_files_in_store
-from ckptkit.checkpoints.seal import PlacedFiles, files_to_write_last
-from ckptkit.checks.own_files import OwnFiles
+from ckptkit.checkpoints.salvage_account import NAME as ACCOUNT
+from ckptkit.checks.checkpoint_files import OwnFiles
 from ckptkit.checks.verify import compare_extent_checksums, file_sizes_of, open_zip_wrappers, verify_whole_files
 from ckptkit.engine.scan import Scanned, copy_files
 from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_os_errors
@@ -29,8 +29,8 @@ from ckptkit.io.allocation import create_file, make_directory, require_free_spac
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.destination import StorePieces, hint_on_kept_data, open_destination, to_destination
 from ckptkit.io.file import file_size, list_children, opening, read_at
-from ckptkit.io.joined import local_paths_of
-from ckptkit.io.local import is_link_outside_cache
+from ckptkit.io.joined_path import local_paths_of
+from ckptkit.io.local_file import is_link_outside_cache
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.pieces import LocalPieces, PieceSink, is_sent_in_pieces

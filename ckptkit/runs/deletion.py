@@ -22,7 +22,7 @@ from pathlib import Path
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import close_descriptor, lock_path, make_directories, remove_path, retry_interrupted, sync_path
 from ckptkit.io.file import list_children, names_in, read_small
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.locks import acquire_lock, is_locked, is_same_file, release_lock
 from ckptkit.trainers import is_like_checkpoint_name
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.examination import examine_checkpoint
 from ckptkit.checkpoints.examination.optimizers import find_train_mode_schedule_free
+from ckptkit.checkpoints.finalize_files import file_checksums, replace_manifest
 from ckptkit.checkpoints.find_components import CHECKPOINT, LINK, RUN
 from ckptkit.checkpoints.manifest import FileSum, Manifest, read_manifest
-from ckptkit.checkpoints.seal import file_checksums, replace_manifest
 from ckptkit.checks.verify import verify_component
 from ckptkit.conversion.convert import consolidate, plan_conversion, require_all_copied_or_explained
 from ckptkit.errors import Mismatch

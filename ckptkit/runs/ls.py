@@ -27,7 +27,7 @@ from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.examination import examine_checkpoint, examine_layout
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.one_of_several import find_partial_file_error
+from ckptkit.checkpoints.partial_file import find_partial_file_error
 from ckptkit.checkpoints.replaceable import files_in_manifest
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported, translate_os_errors
 from ckptkit.formats import detect_format
@@ -35,7 +35,7 @@ from ckptkit.formats.rank_names import names_differing_in_rank
 from ckptkit.io.claims import StoreClaim, find_claim, unpublished_files_in
 from ckptkit.io.destination import CLAIM
 from ckptkit.io.file import file_size, is_existing_path, list_children, missing_path_error, names_in
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.runs.deletion import pinned_names_in
 from ckptkit.runs.retention import read_metrics

@@ -9,8 +9,8 @@ from ckptkit.checks.verify import require_no_problems, verify_component
 from ckptkit.errors import NotACheckpoint, Usage, names_and_more
 from ckptkit.io.file import missing_path_error
 from ckptkit.runs.deletion import is_pinned
-from ckptkit.runs.keeper import open_run_backend, require_complete_checkpoint, uncached_path_of
 from ckptkit.runs.ls import checkpoint_or_models_at
+from ckptkit.runs.run_backend import open_run_backend, require_complete_checkpoint, uncached_path_of
 from ckptkit.trainers import find_step_of_path
 from ckptkit.words import command_line, count
 

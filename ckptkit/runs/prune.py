@@ -28,11 +28,10 @@ from ckptkit.errors import (
 )
 from ckptkit.formats import no_format_error
 from ckptkit.io.file import list_directories
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.runs.demote import demote, plan_demotion
-from ckptkit.runs.keeper import RunBackend, open_run_backend, protections_of, require_run, uncached_path_of
 from ckptkit.runs.ls import nbytes_and_time_below, problem_in_one_line
 from ckptkit.runs.retention import (
     Best,
@@ -44,6 +43,7 @@ from ckptkit.runs.retention import (
     readers_by_checkpoint,
     require_known_metric,
 )
+from ckptkit.runs.run_backend import RunBackend, open_run_backend, protections_of, require_run, uncached_path_of
 from ckptkit.summary import Summarized
 from ckptkit.trainers import has_epoch_only, is_training_state
 from ckptkit.words import count, format_bytes

@@ -19,9 +19,9 @@ from ckptkit.checkpoints.other_kinds import find_kind_by_files
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import Corrupt, Unsafe, Unsupported, Usage, hint_on_choices, too_small_error, translate_os_errors
 from ckptkit.io.file import list_directories, names_in, read_small
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import is_remote
-from ckptkit.runs.keeper import protections_of
+from ckptkit.runs.run_backend import protections_of
 from ckptkit.trainers import metrics_files, run_sort_key
 
 Readers = tuple[tuple[str, str], ...]  # the name of an entry of the run, and the reason why it needs the checkpoint

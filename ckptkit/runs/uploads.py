@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckptkit.checkpoints.checkpoint import Source
 from ckptkit.errors import Usage, too_small_error
 from ckptkit.io.path import RemotePath, capabilities_at, is_remote
-from ckptkit.runs.keeper import uncached_path_of
+from ckptkit.runs.run_backend import uncached_path_of
 from ckptkit.summary import Summarized
 from ckptkit.words import count, format_bytes
 

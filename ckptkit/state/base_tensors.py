@@ -23,9 +23,9 @@ from ckptkit.models.fit import join_few_names
 from ckptkit.state.model import Model, RecipeFor, recipe_for_any_tensor
 from ckptkit.state.options import ConvertOptions
 from ckptkit.state.quantized.config import is_declared_quantized
+from ckptkit.state.quantized.dequantize import dequantizing_recipe_of, dtype_in_config
 from ckptkit.state.quantized.find import find_quantized
 from ckptkit.state.quantized.packed import dequantized_name
-from ckptkit.state.quantized.plain import dequantizing_recipe_of, dtype_in_config
 from ckptkit.words import count, format_bytes
 
 Shapes = Mapping[str, Shape]

@@ -13,8 +13,8 @@ from ckptkit.errors import NotACheckpoint, Occupied, Unsafe, Usage, translate_os
 from ckptkit.formats import FORMATS, FormatWriter, find_format_of_file_name, get_format
 from ckptkit.io.destination import is_keeping_other_files, require_absent
 from ckptkit.io.file import destination_exists_error, list_children
-from ckptkit.io.joined import local_paths_of
-from ckptkit.io.local import is_link_outside_cache
+from ckptkit.io.joined_path import local_paths_of
+from ckptkit.io.local_file import is_link_outside_cache
 from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.io.staging import require_free_destination
 from ckptkit.layout import Layout

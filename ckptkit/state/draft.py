@@ -12,14 +12,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
-from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.find_components import LeftBehind
 from ckptkit.checkpoints.manifest import source_record_of
+from ckptkit.checkpoints.salvage_account import Account
 from ckptkit.errors import Caution, Unsupported, and_more, translate_os_errors
 from ckptkit.formats import FormatWriter, decompress_entries, locate_all_chunks
 from ckptkit.formats.archives.locate import ENVELOPE
 from ckptkit.io.file import file_size
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Chunk, KeyPath, Layout, NewFile, StoredTensor, WriterOptions
@@ -35,7 +35,7 @@ from ckptkit.models.names.weights import (
     with_weights_in_blobs,
 )
 from ckptkit.state.directories import require_separate_destination
-from ckptkit.state.masters import unnamed_masters_in
+from ckptkit.state.master_weights import unnamed_masters_in
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions
 from ckptkit.version import __version__

@@ -12,7 +12,7 @@ from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.errors import Caution, Mismatch, and_more
 from ckptkit.layout import Layout, edits
 from ckptkit.models.companions import find_companions
-from ckptkit.models.computation import describe_differences
+from ckptkit.models.config_differences import describe_differences
 from ckptkit.models.fit import restore_tied
 from ckptkit.state.model import Model
 from ckptkit.state.options import ConvertOptions

@@ -15,10 +15,10 @@ from ckptkit.layout import Layout
 from ckptkit.layout.renames import outline_of
 from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import AskBase
-from ckptkit.models.names.custom import read_family_file
 from ckptkit.models.names.family import Family
+from ckptkit.models.names.family_file import read_family_file
 from ckptkit.models.names.naming import AskedNames
-from ckptkit.models.names.parameters import renamable_parameters_in, rename_parameters
+from ckptkit.models.names.rename_parameters import renamable_parameters_in, rename_parameters
 from ckptkit.models.names.rule import alternative_patterns
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import Weights, find_weights, has_weights

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.optimizers.flattened import find_flattened_optimizers, with_nested_optimizer
+from ckptkit.checkpoints.optimizers.flattened_state_dict import find_flattened_optimizers, with_nested_optimizer
 from ckptkit.checkpoints.optimizers.keys import (
     IDS,
     NAMES,
@@ -19,7 +19,7 @@ from ckptkit.checkpoints.optimizers.keys import (
     with_separate_group_settings,
 )
 from ckptkit.checkpoints.optimizers.missing_states import States, find_optimizer_states, with_complete_states
-from ckptkit.checkpoints.optimizers.owners import (
+from ckptkit.checkpoints.optimizers.parameter_names import (
     ORDER,
     ORDER_HINT,
     NamedNumbers,

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypedDict, TypeVar
 
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES
-from ckptkit.checkpoints.optimizers.owners import OF_MODEL, ORDER, Order, read_optimizer_order
+from ckptkit.checkpoints.optimizers.parameter_names import OF_MODEL, ORDER, Order, read_optimizer_order
 from ckptkit.entry_points import PluginTable
 from ckptkit.errors import Usage, too_small_error
 from ckptkit.formats import FORMATS, FormatWriter, get_writer, writable_formats
 from ckptkit.io.progress import Progress
 from ckptkit.models.names import FAMILIES, HUB, KEEP, get_family, require_known_family_name
-from ckptkit.models.names.custom import read_family_file
 from ckptkit.models.names.family import Family
+from ckptkit.models.names.family_file import read_family_file
 from ckptkit.settings import Help, option_name, settings_of
 from ckptkit.state.selection import LIKE, Edits
 from ckptkit.words import join_with_or, parse_bytes

@@ -13,8 +13,8 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
-from ckptkit.checkpoints.account import Account
 from ckptkit.checkpoints.find_components import LOST, LeftBehind, describe_not_copied
+from ckptkit.checkpoints.salvage_account import Account
 from ckptkit.engine.copy import Copied
 from ckptkit.engine.ledger import Ledger
 from ckptkit.errors import Caution

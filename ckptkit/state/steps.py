@@ -16,6 +16,7 @@ from ckptkit.errors import Caution, Mismatch, SeveralModels, Unsupported, and_mo
 from ckptkit.layout import Layout, edits
 from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DTYPES
+from ckptkit.models.architectures import find_embedding
 from ckptkit.models.companions import (
     CONFIG,
     Companions,
@@ -26,14 +27,13 @@ from ckptkit.models.companions import (
 )
 from ckptkit.models.expected import AskBase, Form, closest_form_or_error, find_expected_by_table, forms_of_model
 from ckptkit.models.fit import fit_to_config
-from ckptkit.models.known_types import find_embedding
 from ckptkit.models.names import HUB, KEEP, find_family_of
 from ckptkit.models.names.copies import find_copy
 from ckptkit.models.names.naming import name_weights
-from ckptkit.models.names.parameters import rename_parameters
+from ckptkit.models.names.rename_parameters import rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
-from ckptkit.models.tokens import notes_on_vocabulary_rows, warn_of_tokens_without_row
+from ckptkit.models.token_ids import notes_on_vocabulary_rows, warn_of_tokens_without_row
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.model import Model
@@ -234,7 +234,7 @@ def warn_of_other_base(model: Model, options: ConvertOptions) -> list[Caution]:
     if own is None or own == model.config or not is_transformers_config(own):
         return []
     # imported late: few conversions compare two configs
-    from ckptkit.models.computation import describe_differences, find_config_differences
+    from ckptkit.models.config_differences import describe_differences, find_config_differences
 
     differences = find_config_differences(own, model.config)
     words = "the output has the config.json of --base, but the one beside the checkpoint differs"

@@ -12,12 +12,12 @@ from typing import Any
 
 from ckptkit.errors import Unsupported, Usage, errors_at
 from ckptkit.formats import locate_all_chunks
-from ckptkit.models.known_types import HEAD
+from ckptkit.models.architectures import HEAD
+from ckptkit.models.mtp_layers import mtp_tensor_names
 from ckptkit.models.names.between_families import make_translation
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.transformers import TRANSFORMERS
 from ckptkit.models.names.weights import JOINED
-from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.transformers_model import (
     MetaModel,
     config_class,

@@ -1,6 +1,6 @@
 """Write a drafted conversion to an object store in pieces (`FilePiece`). The output is never complete on a local disk.
 
-create (sparse, in a temporary directory) -> plan -> claim -> copy -> seal -> complete -> mark -> commit
+create (sparse, in a temporary directory) -> plan -> claim -> copy -> finalize -> complete -> mark -> commit
 
 Several processes can share the work. Each sends the pieces that its share fills, and leaves a note with its ledgers.
 One of them sends the pieces that cross borders between shares, and does the rest.
@@ -17,9 +17,9 @@ from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ckptkit.checkpoints.finalize_files import PlacedFiles, files_to_write_last
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.replaceable import marker_files_in_store
-from ckptkit.checkpoints.seal import PlacedFiles, files_to_write_last
 from ckptkit.engine.blocks import blocks_of_plan
 from ckptkit.engine.check_sources import Sources, range_start_of
 from ckptkit.engine.copy import check_all_units_written, copy_blocks, copy_by_plan
@@ -38,7 +38,7 @@ from ckptkit.io.progress import make_progress_reporter
 from ckptkit.layout import FileOffset
 from ckptkit.layout.plan import Plan
 from ckptkit.state.draft import Conversion
-from ckptkit.state.made_files import (
+from ckptkit.state.output_files import (
     create_output_files,
     finalize_output_files,
     require_all_shares_done,

@@ -12,9 +12,9 @@ An error on any rank ends the call on every rank with torch's `CheckpointExcepti
 from ckptkit.errors import with_torch_hint
 
 try:
+    from ckptkit.storage.local_writer import RoomWriter
     from ckptkit.storage.ranks import find_cause
     from ckptkit.storage.reader import LayoutReader, Reader
-    from ckptkit.storage.room_writer import RoomWriter
     from ckptkit.storage.terms import PartialLoad
     from ckptkit.storage.weights import load_weights
     from ckptkit.storage.writer import Writer

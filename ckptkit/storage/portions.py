@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptkit.checkpoints.seal import finalize_files, read_output_layout, write_manifest
+from ckptkit.checkpoints.finalize_files import finalize_files, read_output_layout, write_manifest
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate_all_chunks
 from ckptkit.io.allocation import write_patches

@@ -17,8 +17,8 @@ from ckptkit.formats import find_format_of_file_name
 from ckptkit.io.destination import require_multi_process_store, to_destination
 from ckptkit.io.path import is_remote
 from ckptkit.state.options import DEFAULT_SHARD_SIZE
+from ckptkit.storage.local_writer import StagedWriter
 from ckptkit.storage.plans import PlannedWriter
-from ckptkit.storage.room_writer import StagedWriter
 from ckptkit.storage.small_files import SmallFile
 from ckptkit.storage.store_writer import FORMAT, StoreWriter
 from ckptkit.summary import format_call

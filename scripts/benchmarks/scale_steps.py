@@ -29,8 +29,8 @@ from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.models.names.weights import find_weights
 from ckptkit.state.draft import Draft
-from ckptkit.state.made_files import plan_draft
 from ckptkit.state.options import ConvertOptions
+from ckptkit.state.output_files import plan_draft
 from scripts.benchmarks import shapes
 
 WIDTHS = {"hidden": 16384, "inner": 53248, "keys": 8 * 128, "vocabulary": 128256}  # of Llama 3.1 405B

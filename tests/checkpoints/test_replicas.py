@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckptkit
-from ckptkit.checkpoints.account import NAME as ACCOUNT
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.salvage_account import NAME as ACCOUNT
 from ckptkit.errors import Corrupt
 from ckptkit.storage import Reader
 from ckptkit.training.launch import RankPlace, Report, launch, process_group

@@ -80,7 +80,7 @@ def run_and_die(how: str, *arguments: object) -> subprocess.CompletedProcess[str
     """`ckptkit` with these arguments in a process that gets a signal when it has written two blocks."""
     code = (
         "import os, signal, sys\n"
-        "from ckptkit.io.local import LocalFile\n"
+        "from ckptkit.io.local_file import LocalFile\n"
         "from ckptkit.cli import main\n"
         "write, written = LocalFile.write_at, []\n"
         "number = signal.Signals[sys.argv.pop(1)]\n"

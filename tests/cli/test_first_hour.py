@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.errors import Corrupt, Occupied
-from ckptkit.plugins.watch.commands import Final, WatchCommand
+from ckptkit.plugins.watch.run_commands import Final, WatchCommand
 from ckptkit.training.smoke.smoke import MARK, create_smoke_run, require_free_paths
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

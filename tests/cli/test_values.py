@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.main import get_command
 
-from ckptkit.cli.settings import PlainCommand
+from ckptkit.cli.options import PlainCommand
 from tests.command import ckptkit
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import ckptkit
 from ckptkit import average, consolidate, convert, finalize
 from ckptkit.errors import Unsafe, Usage
-from ckptkit.models.predictors import with_present_mtp_layers
+from ckptkit.models.mtp_layers import with_present_mtp_layers
 from tests.models.names.tiny_models import make_model
 from tests.producers import save_alone
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckptkit
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
 from tests.corpus.make import describe, flat
 
 HERE = Path(__file__).parent

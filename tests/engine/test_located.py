@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.checkpoints.seal import create_files
+from ckptkit.checkpoints.finalize_files import create_files
 from ckptkit.checks.stats import count_values_by_tensor
 from ckptkit.engine.compare import compare_layouts, row_major_checksums
 from ckptkit.engine.read import read_box

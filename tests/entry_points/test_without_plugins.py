@@ -27,7 +27,7 @@ CORE = (
         "io/test_staging.py",
         "layout",
     ),
-    *("models/test_computation.py", "models/test_expected.py", "runs/test_latest.py", "runs/test_retention.py"),
+    *("models/test_config_differences.py", "models/test_expected.py", "runs/test_latest.py", "runs/test_retention.py"),
     *("state/quantized", "storage", "training/saving/test_run.py", "training/test_config.py"),
 )
 EVERY_MODULE = """

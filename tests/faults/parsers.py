@@ -21,20 +21,20 @@ from ckptkit.checkpoints import manifest
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.errors import CkptError
 from ckptkit.formats import require_known_format
-from ckptkit.formats.archives import state_files, zip_entries
+from ckptkit.formats.archives import torch_save, zip_entries
 from ckptkit.formats.archives.flatten import flatten, unflatten
-from ckptkit.formats.archives.state_files import StateFile
+from ckptkit.formats.archives.torch_save import StateFile
 from ckptkit.formats.dcp.format import Dcp
 from ckptkit.formats.hf import HuggingFace
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pt import Pt
-from ckptkit.models import companions, known_types
+from ckptkit.models import architectures, companions
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
+from ckptkit.plugins.deepspeed.file_names import DeepSpeedFiles
+from ckptkit.plugins.deepspeed.join_partitions import join_zero_parameters
 from ckptkit.plugins.deepspeed.model_states import read_model_states
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
-from ckptkit.plugins.deepspeed.partitions import read_partition
+from ckptkit.plugins.deepspeed.read_partitions import read_partition
 from ckptkit.plugins.deepspeed.unpartitioned import Gathering, put_unpartitioned_states
-from ckptkit.plugins.deepspeed.zero import join_zero_parameters
 from ckptkit.runs import retention
 from tests.faults.zips import be_archive
 
@@ -98,7 +98,7 @@ def parse_contents(data: bytes, _: Path) -> object:
 
 def parse_legacy(data: bytes, _: Path) -> object:
     """A file of torch.save as it was before archives."""
-    state, entries = state_files.read_legacy_torch_save(reading(data), len(data))
+    state, entries = torch_save.read_legacy_torch_save(reading(data), len(data))
     return flatten(state, entries, "state.pt")
 
 
@@ -198,9 +198,9 @@ def parse_config(place: Path) -> object:
     found = companions.find_companions_in(place)
     if found is None or found.config is None:
         return None
-    known_types.has_tied_head(found.config)
+    architectures.has_tied_head(found.config)
     companions.with_weights_dtype(found.config, [])
-    table = known_types.find_table(found.config)
+    table = architectures.find_table(found.config)
     return table and (table.memory, table.disk)
 
 

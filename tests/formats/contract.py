@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.seal import create_files, finalize_files
+from ckptkit.checkpoints.finalize_files import create_files, finalize_files
 from ckptkit.errors import CkptError
 from ckptkit.formats import detect_format, get_writer, locate_all_chunks
 from ckptkit.layout import Layout, Spec, StoredTensor, WriterOptions

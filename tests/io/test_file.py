@@ -19,7 +19,7 @@ from ckptkit.io.file import (
     read_small,
     require_plain_file_name,
 )
-from ckptkit.io.local import open_regular
+from ckptkit.io.local_file import open_regular
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "a b", "..a", "ü", "x" * 255, "-rf", "a:b"])

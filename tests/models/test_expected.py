@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING
 
+from ckptkit.models.architectures import find_table, sizes_by_letter
 from ckptkit.models.expected import Expected, ExpectedByTable, expected_by_transformers, expected_model
-from ckptkit.models.known_types import find_table, sizes_by_letter
 from tests.models.names.tiny_models import CONFIGS, TEXT, make_model
 
 WEIGHTS = "model.safetensors"

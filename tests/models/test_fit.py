@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from ckptkit import consolidate
 from ckptkit.errors import IOFailure, Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage
 from ckptkit.layout.renames import find_prefix_rule
+from ckptkit.models.architectures import find_table, has_tied_head
 from ckptkit.models.expected import expected_model
-from ckptkit.models.known_types import find_table, has_tied_head
 from tests.producers import save_alone
 from tests.tiers import pairs
 

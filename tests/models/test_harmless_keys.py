@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.models.computation import find_config_differences, has_no_effect
+from ckptkit.models.config_differences import find_config_differences, has_no_effect
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
 OF_BART = {

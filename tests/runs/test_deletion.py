@@ -12,7 +12,7 @@ from ckptkit.errors import IOFailure, Occupied
 from ckptkit.io.disk import lock_path
 from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.runs.deletion import delete_checkpoint, locked_for_deletion
-from ckptkit.runs.keeper import LocalKeeper
+from ckptkit.runs.run_backend import LocalKeeper
 
 NAMES = ("ckpt-1", "checkpoint-1", "step-1", "global_step1", "iter_0000001")
 

@@ -180,7 +180,7 @@ def test_what_is_pinned_while_others_are_deleted_stays(run: Path, monkeypatch: p
         set_pin(run / "step-15")
         (run / "latest").write_text("checkpoint-10")
 
-    monkeypatch.setattr("ckptkit.runs.keeper.delete_checkpoint", delete_and_pin)
+    monkeypatch.setattr("ckptkit.runs.run_backend.delete_checkpoint", delete_and_pin)
     done = prune(run, keep_last=1, yes=True)
     assert [(entry.step, entry.reason) for entry in done.keep] == [
         (25, "one of the last 1"),

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptkit import consolidate, delta
 from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.io.joined import join_paths
+from ckptkit.io.joined_path import join_paths
 from ckptkit.runs.prune import Pruned, prune
 from ckptkit.training.saving.run import Run
 from tests import producers

@@ -16,7 +16,7 @@ from ckptkit.errors import Unsupported, Usage
 from ckptkit.storage import Reader
 from tests.conversion.salvaging.damage import cut
 from tests.models.names.hub_models import config_of, saved
-from tests.models.names.test_custom import own_of, table_in
+from tests.models.names.test_family_file import own_of, table_in
 from tests.producers import counted, save_alone
 
 RULE = r"^trunk\.=>model."

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit import convert, reshard
-from ckptkit.state.parts import rank_files_to_drop
+from ckptkit.state.draft_checkpoint import rank_files_to_drop
 from tests.faults.meaning_sources import FORMATS
 from tests.producers import counted, save_alone, spawn
 from tests.test_matrix import load_dcp

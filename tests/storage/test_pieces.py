@@ -19,7 +19,7 @@ from ckptkit.io.file import OpenFiles
 from ckptkit.layout import FileOffset, Layout, Spec
 from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.storage.room_writer import PieceWriter, contiguous_ranges_in_chunk
+from ckptkit.storage.local_writer import PieceWriter, contiguous_ranges_in_chunk
 from tests.raw import allocated, contents
 from tests.strategies import boxes_in, cells, shapes, solid_shapes, tilings
 
@@ -28,7 +28,7 @@ from tests.strategies import boxes_in, cells, shapes, solid_shapes, tilings
 def small_blocks() -> object:
     """Let a block be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("memory", "room_writer"):
+        for module in ("memory", "local_writer"):
             patch.setattr(f"ckptkit.storage.{module}.BLOCK_BYTES", 96)
         yield
 

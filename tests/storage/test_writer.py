@@ -25,8 +25,8 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.storage import Reader, Writer, find_cause
+from ckptkit.storage.local_writer import PieceWriter
 from ckptkit.storage.plans import plan_layout
-from ckptkit.storage.room_writer import PieceWriter
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.formats.contract import raw_bytes
 from tests.producers import counted

@@ -12,19 +12,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from ckptkit.checkpoints.account import read_account
 from ckptkit.checkpoints.optimizers.keys import (
     Optimizer,
     find_optimizers,
     recorded_names_by_index,
     with_separate_group_settings,
 )
+from ckptkit.checkpoints.salvage_account import read_account
 from ckptkit.errors import Corrupt, Mismatch, Unsafe, Unsupported, and_more
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import may_be_adapter, without_common_ddp_prefix, without_prefixes_except_ddp
-from ckptkit.models.names.parameters import FLATTENED, split_flattened_key
+from ckptkit.models.names.rename_parameters import FLATTENED, split_flattened_key
 from ckptkit.models.names.weights import training_state_names
 
 _NUMBERED = re.compile(r"\b(?:layers|layer|h|blocks|block|experts)\.(\d+)\.(?=.)")

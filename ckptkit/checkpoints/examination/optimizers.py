@@ -18,7 +18,7 @@ from ckptkit.io.crc32 import crc32
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import WRAPPERS, WrapperPrefix, may_be_adapter
-from ckptkit.models.names.parameters import ELEMENTWISE, GROUP_MAP, SECOND_MOMENTS
+from ckptkit.models.names.rename_parameters import ELEMENTWISE, GROUP_MAP, SECOND_MOMENTS
 
 # elementwise states whose names no other optimizer uses for states of another shape
 _JUDGED = ELEMENTWISE - {"momentum", "sum", "ax", "prev", "step_size", "state1", "state2"}

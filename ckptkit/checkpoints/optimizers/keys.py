@@ -15,12 +15,12 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import find_dict_items
-from ckptkit.formats.archives.values import load_value, with_new_value
+from ckptkit.formats.archives.non_tensor_entries import load_value, with_new_value
 from ckptkit.layout import KeyPath, Layout, edits
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import check_indices
+from ckptkit.layout.match_parameters import check_indices
 from ckptkit.layout.wrappers import names_match_ignoring_wrappers, read_recorded_names
-from ckptkit.models.names.parameters import ELEMENTWISE, SECOND_MOMENTS, is_list_of_names, is_list_of_parameters
+from ckptkit.models.names.rename_parameters import ELEMENTWISE, SECOND_MOMENTS, is_list_of_names, is_list_of_parameters
 
 NAMES, IDS = "names", "ids"
 _STATE, _GROUPS = "state", "param_groups"

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptkit.checkpoints.optimizers.flattened import find_flattened_optimizers
+from ckptkit.checkpoints.optimizers.flattened_state_dict import find_flattened_optimizers
 from ckptkit.checkpoints.optimizers.keys import Optimizer, find_optimizers, states_by_parameter
 from ckptkit.errors import Unsupported, errors_at
-from ckptkit.formats.archives.values import load_value, with_new_value
+from ckptkit.formats.archives.non_tensor_entries import load_value, with_new_value
 from ckptkit.layout import Blob, Chunk, KeyPath, Layout, Spec, StoredTensor
 from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DType

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from operator import add
 from pathlib import Path
 
-from ckptkit.checkpoints.account import Filled, Lost
+from ckptkit.checkpoints.salvage_account import Filled, Lost
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Chunk, Fault, Layout, StoredTensor, axes, find_tiling_error
 from ckptkit.layout.box import Box, find_box_outside, find_overlap, full_box, intersect, subtract_boxes

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from ckptkit.checkpoints.account import (
+from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.component import Component
+from ckptkit.checkpoints.model_facts import ModelFacts
+from ckptkit.checkpoints.salvage_account import (
     LIMIT,
     NAME,
     Account,
@@ -21,9 +24,6 @@ from ckptkit.checkpoints.account import (
     describe_account,
     read_account,
 )
-from ckptkit.checkpoints.checkpoint import Checkpoint
-from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.conversion.salvaging.copies import (
     Faults,
     can_replace,
@@ -39,13 +39,13 @@ from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
 from ckptkit.layout import Blob, Fault, Layout, StoredTensor
 from ckptkit.layout.renames import renaming_function
-from ckptkit.models.computation import describe_differences
+from ckptkit.models.config_differences import describe_differences
 from ckptkit.models.names import HUB
-from ckptkit.models.names.parameters import NewName
+from ckptkit.models.names.rename_parameters import NewName
 from ckptkit.models.names.weights import find_weights, find_weights_or_none, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
-from ckptkit.state.matching import comparison_keys, name_checkpoint_if_possible
+from ckptkit.state.match_checkpoints import comparison_keys, name_checkpoint_if_possible
 from ckptkit.state.names import NameOptions, collect_name_arguments
 from ckptkit.state.options import ConvertOptions
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, Unsupported, errors_at
-from ckptkit.formats.archives.state_files import read_state_file
+from ckptkit.formats.archives.torch_save import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record

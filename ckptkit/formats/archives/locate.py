@@ -22,7 +22,7 @@ from ckptkit.formats.archives.zip_entries import (
 )
 from ckptkit.io.crc32 import crc32
 from ckptkit.io.file import OpenFiles, ReadAhead, read_at
-from ckptkit.io.ranges import Range, iterate_with_prefetch
+from ckptkit.io.remote_file import Range, iterate_with_prefetch
 from ckptkit.layout import Blob, Chunk, Layout, Spec
 from ckptkit.layout.gc_pause import collector_paused
 

@@ -12,7 +12,7 @@ from struct import Struct
 from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported, errors_at
-from ckptkit.formats.archives.values import blob_reader
+from ckptkit.formats.archives.non_tensor_entries import blob_reader
 from ckptkit.formats.archives.zip_entries import (
     ALL_ONES,
     DIRECTORY_RECORD,

@@ -44,7 +44,7 @@ from ckptkit.formats.dcp.read_metadata import (
 from ckptkit.formats.pickles.inert_pickle import Global
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.io.file import OpenFiles, ReadAhead, file_size, names_in
-from ckptkit.io.ranges import iterate_with_prefetch
+from ckptkit.io.remote_file import iterate_with_prefetch
 from ckptkit.layout import (
     Chunk,
     DTypeKey,
@@ -119,7 +119,7 @@ class Dcp(FormatWriter):
         """Return the layout by another checkpoint's metadata if all entries match; None if `path` has its own."""
         if any(map(is_metadata, names_in(path))):
             return None
-        from ckptkit.formats.dcp.match_items import require_matching_items  # only salvaging needs it
+        from ckptkit.formats.dcp.unfinished_save import require_matching_items  # only salvaging needs it
 
         with collector_paused():
             plan = self.read_without_file_check(other)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import archive_extents_of, read_raw_pickle, report_truncated_files
+from ckptkit.formats.archives.torch_save import archive_extents_of, read_raw_pickle, report_truncated_files
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.protocols import FormatWriter
 from ckptkit.formats.rank_names import read_each_file
-from ckptkit.formats.ranks.names import (
+from ckptkit.formats.ranks.file_names import (
     BARE,
     CONFIG,
     MODEL,
@@ -31,7 +31,7 @@ from ckptkit.formats.ranks.names import (
 from ckptkit.formats.ranks.optimizer import join_optimizer
 from ckptkit.formats.ranks.write_files import lay_out_rank_files, patches_for_rank_files, sharding_example_of
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
+from ckptkit.formats.shards.rank_file import RankFile, ShardedTensor, read_rank_file
 from ckptkit.io.file import names_in, read_small
 from ckptkit.layout import Extent, FileOffset, Layout, NewFile, Patch, StoredTensor, WriterOptions, check_chunks_tile
 from ckptkit.layout.gc_pause import collector_paused

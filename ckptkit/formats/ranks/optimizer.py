@@ -15,14 +15,18 @@ from typing import Any
 
 from ckptkit.errors import CkptError, Corrupt, Mismatch, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.values import find_group_values, find_parameter_indices_by_group, with_new_value
+from ckptkit.formats.archives.non_tensor_entries import (
+    find_group_values,
+    find_parameter_indices_by_group,
+    with_new_value,
+)
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor
+from ckptkit.formats.shards.rank_file import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.axes import cut_tensor_from_flat, flat_pieces_of_chunks
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_certain_match, is_counted_from_zero, match_by_size, match_in_order
+from ckptkit.layout.match_parameters import find_certain_match, is_counted_from_zero, match_by_size, match_in_order
 from ckptkit.layout.wrappers import (
     PARAM_NAMES,
     is_flat_parameter_name,

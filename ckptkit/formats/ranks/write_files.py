@@ -18,15 +18,15 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, IOFailure, Unsupported, errors_at, skip_problem
 from ckptkit.formats.archives.flatten import find_dict_items, unflatten
-from ckptkit.formats.archives.state_files import entry_locations_in_file
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
+from ckptkit.formats.archives.torch_save import entry_locations_in_file
 from ckptkit.formats.archives.write_archive import Storages, make_zip_template, tensor_rebuild_record
 from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk_members
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.formats.ranks.names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD, Naming, find_model_files
+from ckptkit.formats.ranks.file_names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD, Naming, find_model_files
 from ckptkit.formats.ranks.optimizer import AT
 from ckptkit.formats.shards.dtensors import Placed, is_dtensor, unravel
-from ckptkit.formats.shards.sharded_tensors import RankFile, ShardedTensor, read_rank_file
+from ckptkit.formats.shards.rank_file import RankFile, ShardedTensor, read_rank_file
 from ckptkit.formats.shards.write_dtensors import RankMesh, dtensor_record, mesh_record, rank_tensor_content
 from ckptkit.io.file import OpenFiles, names_in, read_at
 from ckptkit.layout import OWN, Chunk, FileOffset, KeyPath, Layout, NewFile, Patch, Spec

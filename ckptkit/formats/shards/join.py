@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.shards.dtensors import Placed
-from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, ShardedTensor
+from ckptkit.formats.shards.rank_file import RankFile, RankTensor, ShardedTensor
 from ckptkit.layout import OWN, Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate, cut_axis, replace_sizes_at
 from ckptkit.layout.box import Box

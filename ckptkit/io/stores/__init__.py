@@ -74,7 +74,7 @@ STORES = PluginTable(
         "s3a": KnownStore(_S3.store),
     },
 )
-LOCAL = KnownStore("", keeper="ckptkit.runs.keeper:LocalKeeper")  # a disk: its files need no store
+LOCAL = KnownStore("", keeper="ckptkit.runs.run_backend:LocalKeeper")  # a disk: its files need no store
 OTHERS = KnownStore("ckptkit.io.stores.generic:FileSystem")  # any other scheme that fsspec knows
 _PAUSES = (0.2, 1.0, 3.0)  # seconds before each retry of a request without a response
 

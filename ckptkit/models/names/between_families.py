@@ -10,8 +10,8 @@ from ckptkit.errors import Mismatch, and_more
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.layout.renames import outline_of
+from ckptkit.models.architectures import HEAD, find_embedding, has_tied_head
 from ckptkit.models.expected import Form, closest_form_or_error
-from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.transformers import TRANSFORMERS

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import DDP, without_prefixes_except_ddp
-from ckptkit.models.names.parameters import ELEMENTWISE, OPTAX
+from ckptkit.models.names.rename_parameters import ELEMENTWISE, OPTAX
 
 # words in the name of a module with an average, or at the start of a parameter's name
 _AVERAGE = re.compile(r"(?:^|(?<=_))(?:ema|avg|averaged?|shadow|swa)(?:_|$)")

@@ -19,15 +19,15 @@ from ckptkit.formats.json_text import parse_json
 from ckptkit.io.file import is_existing_path, read_small
 from ckptkit.layout import Layout, StoredTensor, edits
 from ckptkit.layout.box import Shape
-from ckptkit.models.computation import describe_differences, find_contradictions
+from ckptkit.models.config_differences import describe_differences, find_contradictions
 from ckptkit.models.expected import AskBase, Form, closest_form_or_error
 from ckptkit.models.names import KEEP, find_family_of, get_family
 from ckptkit.models.names.between_families import choose_family, make_translation
-from ckptkit.models.names.custom import with_fallback_family
 from ckptkit.models.names.family import Family
+from ckptkit.models.names.family_file import with_fallback_family
 from ckptkit.models.names.sizes import Sizes
-from ckptkit.models.names.training import translate_checkpoint
 from ckptkit.models.names.translate import Translated, Turn
+from ckptkit.models.names.translate_checkpoint import translate_checkpoint
 from ckptkit.models.names.weights import JOINED, OF_ONE, Weights, find_model_key, find_weights
 from ckptkit.models.vocabulary import NewVocabulary, check_vocabulary_rows, with_vocabulary_size
 from ckptkit.words import count

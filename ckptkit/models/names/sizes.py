@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.models.known_types import find_default_head_width
+from ckptkit.models.architectures import find_default_head_width
 
 LAYER = "model.layers.{layer}."
 

@@ -64,8 +64,8 @@ class InMemory(Family):
         require_model_shapes(tensors, model.shapes)
         known = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
         if isinstance(model, ExpectedByTransformers):
-            from ckptkit.models.names.moved import MovedTensor  # deferred: imports torch
-            from ckptkit.models.transformers_table import to_disk, transforms_of
+            from ckptkit.models.conversion_mapping import to_disk, transforms_of
+            from ckptkit.models.names.tensor_tracing import MovedTensor  # deferred: imports torch
 
             moved = {name: MovedTensor(tensor) for name, tensor in known.items()}
             on_disk = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
@@ -91,8 +91,8 @@ class InMemory(Family):
             if present and missing is not None:
                 raise Mismatch(f"missing: `{present[0]}` is here, and the two become one tensor", tensor=missing)
         if isinstance(model, ExpectedByTransformers):
-            from ckptkit.models.names.moved import MovedTensor  # deferred: imports torch
-            from ckptkit.models.transformers_table import to_memory
+            from ckptkit.models.conversion_mapping import to_memory
+            from ckptkit.models.names.tensor_tracing import MovedTensor  # deferred: imports torch
 
             there = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
             translated = Translated({name: one.stored for name, one in there.tensors.items()}, there.came_from)

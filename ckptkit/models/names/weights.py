@@ -16,7 +16,7 @@ from itertools import accumulate
 from shlex import quote
 
 from ckptkit.errors import CkptError, Corrupt, Mismatch, SeveralModels, Unsupported
-from ckptkit.formats.archives.values import has_weights_inside
+from ckptkit.formats.archives.non_tensor_entries import has_weights_inside
 from ckptkit.layout import OWN, KeyPath, Layout
 from ckptkit.layout.edits import rename_tensors
 from ckptkit.layout.wrappers import find_average_kind, without_common_ddp_prefix, without_prefixes_except_ddp

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.archives.state_files import StateFile
+from ckptkit.formats.archives.torch_save import StateFile
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk, StoredTensor

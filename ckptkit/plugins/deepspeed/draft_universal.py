@@ -10,13 +10,13 @@ from ckptkit import trainers
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.keys import find_optimizers
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.formats.archives.values import load_value, with_new_value
+from ckptkit.formats.archives.non_tensor_entries import load_value, with_new_value
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.io.origin import Origin
 from ckptkit.layout import Blob, KeyPath, Layout, Spec, edits
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.wrappers import parameter_name_in_model
-from ckptkit.models.names.parameters import (
+from ckptkit.models.names.rename_parameters import (
     GROUP_MAP,
     is_list_of_names,
     is_list_of_parameters,
@@ -26,9 +26,9 @@ from ckptkit.models.names.parameters import (
 )
 from ckptkit.models.names.weights import Weights, find_weights
 from ckptkit.state.draft import Conversion, Draft, Entries
+from ckptkit.state.draft_checkpoint import with_other_files
 from ckptkit.state.optimizers import complete_optimizers, nest_optimizers, rekeying_by_name
 from ckptkit.state.options import ConvertOptions
-from ckptkit.state.parts import with_other_files
 
 MODEL, OPTIMIZER = "model", "optimizer"
 STEPS = "global_steps"

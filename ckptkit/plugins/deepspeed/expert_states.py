@@ -13,16 +13,17 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Incomplete, Report, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening
-from ckptkit.formats.archives.state_files import read_state_file
+from ckptkit.formats.archives.torch_save import read_state_file
 from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate
 from ckptkit.layout.box import Shape, full_box
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_rank_count, split_at_expert_index
+from ckptkit.plugins.deepspeed.file_names import DeepSpeedFiles, report_missing_ranks
+from ckptkit.plugins.deepspeed.join_partitions import find_comparable_step
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.modules import put_low_precision_copy, put_low_precision_value
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, report_missing_ranks
 from ckptkit.plugins.deepspeed.unpartitioned import (
     MODEL,
     Gathering,
@@ -36,7 +37,6 @@ from ckptkit.plugins.deepspeed.unpartitioned import (
     trained_shapes,
 )
 from ckptkit.plugins.deepspeed.values import dict_or_empty, require_dict
-from ckptkit.plugins.deepspeed.zero import find_comparable_step
 
 _HINT = "check that all files come from one run"
 APART = "optimizer_expp_rank_"  # prefix of the key of a rank's optimizer, if the parameter order is not certain

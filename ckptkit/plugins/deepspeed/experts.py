@@ -16,15 +16,15 @@ from typing import Any
 
 from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import find_dict_items
-from ckptkit.formats.archives.state_files import StateFile, read_state_file
+from ckptkit.formats.archives.torch_save import StateFile, read_state_file
 from ckptkit.formats.pickles.tensor_calls import is_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS, AutoLayer, stack_experts
+from ckptkit.plugins.deepspeed.file_names import DeepSpeedFiles
 from ckptkit.plugins.deepspeed.model_states import ModelStates
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles
-from ckptkit.plugins.deepspeed.partitions import Partition
+from ckptkit.plugins.deepspeed.read_partitions import Partition
 from ckptkit.plugins.deepspeed.values import require_counts, require_dict, require_type
 
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)([0-9]{1,6})(\..+)")

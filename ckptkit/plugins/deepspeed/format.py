@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.archives.state_files import (
+from ckptkit.formats.archives.torch_save import (
     archive_extents_of,
     is_torch_save,
     read_state_file,
@@ -24,20 +24,20 @@ from ckptkit.io.file import names_in
 from ckptkit.layout import Extent, Layout, StoredTensor
 from ckptkit.plugins.deepspeed.expert_states import put_experts, put_unpartitioned_experts, read_expert_optimizers
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, find_expert_files
-from ckptkit.plugins.deepspeed.model_states import tensor_parallel_error
-from ckptkit.plugins.deepspeed.modules import put_parameter, put_sliced_module_entries, put_untrained_and_copies
-from ckptkit.plugins.deepspeed.names import (
+from ckptkit.plugins.deepspeed.file_names import (
     OFFLOADED,
     DeepSpeedFiles,
     is_deepspeed_file,
     is_useless_alone,
     parse_part_and_rank,
 )
-from ckptkit.plugins.deepspeed.partitions import PartOfModel, read_model_part
+from ckptkit.plugins.deepspeed.join_partitions import join_parameters, join_zero_parameters
+from ckptkit.plugins.deepspeed.model_states import tensor_parallel_error
+from ckptkit.plugins.deepspeed.modules import put_parameter, put_sliced_module_entries, put_untrained_and_copies
+from ckptkit.plugins.deepspeed.read_partitions import PartOfModel, read_model_part
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, put_unpartitioned_states
 from ckptkit.plugins.deepspeed.values import require_dict
-from ckptkit.plugins.deepspeed.zero import join_parameters, join_zero_parameters
 
 _SHARED = "tied_modules."  # followed by KEY.NAME, with the name inside the layer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptkit.errors import Unsupported
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.archives.state_files import StateFile
+from ckptkit.formats.archives.torch_save import StateFile
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.auto_experts import AutoLayer, autoep_layers_by_tensor
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap, find_slice_map

@@ -14,11 +14,11 @@ from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.layout import Spec, StoredTensor
 from ckptkit.layout.box import Shape
 from ckptkit.plugins.deepspeed.experts import split_at_expert_index
+from ckptkit.plugins.deepspeed.join_partitions import ZeroParameter, chunks_of_even_shards, padded_elements_per_rank
 from ckptkit.plugins.deepspeed.model_states import ModelStates
-from ckptkit.plugins.deepspeed.partitions import PartOfModel
+from ckptkit.plugins.deepspeed.read_partitions import PartOfModel
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
-from ckptkit.plugins.deepspeed.zero import ZeroParameter, chunks_of_even_shards, padded_elements_per_rank
 
 
 def put_parameter(gathering: Gathering, parameter: ZeroParameter) -> None:

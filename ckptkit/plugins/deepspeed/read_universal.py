@@ -8,16 +8,16 @@ from pathlib import Path, PurePosixPath
 
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import Flattening, find_dict_items
-from ckptkit.formats.archives.state_files import StateFile, read_state_file
+from ckptkit.formats.archives.torch_save import StateFile, read_state_file
 from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.io.file import is_existing_path, list_directories, names_in
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape, full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.deepspeed.experts import split_at_expert_index
+from ckptkit.plugins.deepspeed.file_names import DeepSpeedFiles, files_of_part
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.plugins.deepspeed.modules import put_low_precision_value, put_tied_weights
-from ckptkit.plugins.deepspeed.names import DeepSpeedFiles, files_of_part
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, STATE, Gathering
 from ckptkit.plugins.deepspeed.values import dict_or_empty, require_counts, require_dict, require_each
 

@@ -18,7 +18,7 @@ from ckptkit.engine.read import read_box
 from ckptkit.errors import Corrupt, Mismatch, Report, Unsafe, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import unflatten
 from ckptkit.formats.archives.locate import locate_in_archives
-from ckptkit.formats.archives.state_files import archive_extents_of, checksum_offsets_in
+from ckptkit.formats.archives.torch_save import archive_extents_of, checksum_offsets_in
 from ckptkit.formats.archives.write_archive import Storages, make_zip_template, tensor_rebuild_record
 from ckptkit.formats.pickles.inert_pickle import Global, Record
 from ckptkit.formats.pickles.write_pickle import dump
@@ -28,7 +28,7 @@ from ckptkit.layout import Extent, FileOffset, Layout, NewFile, WriterOptions
 from ckptkit.layout.box import full_box
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.experts import split_at_expert_index
-from ckptkit.plugins.deepspeed.names import is_deepspeed_file
+from ckptkit.plugins.deepspeed.file_names import is_deepspeed_file
 from ckptkit.plugins.deepspeed.read_universal import (
     MASTER,
     NAME,

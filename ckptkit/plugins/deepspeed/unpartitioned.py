@@ -18,7 +18,7 @@ from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_certain_match, is_counted_from_zero, match_by_size, match_in_order
+from ckptkit.layout.match_parameters import find_certain_match, is_counted_from_zero, match_by_size, match_in_order
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.model_states import ModelStates

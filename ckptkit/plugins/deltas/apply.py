@@ -27,8 +27,8 @@ from ckptkit.state.directories import (
 )
 from ckptkit.state.draft import Conversion
 from ckptkit.state.options import Keywords
-from ckptkit.state.pipeline import write_output
 from ckptkit.state.report import Converted, complete_result, predict_result
+from ckptkit.state.write_output import write_output
 
 if TYPE_CHECKING:
     from ckptkit.plugins.deltas.chain import DeltaChain, Patched

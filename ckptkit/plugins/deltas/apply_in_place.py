@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from ckptkit.checkpoints.checkpoint import Checkpoint
+from ckptkit.checkpoints.finalize_files import replace_manifest
 from ckptkit.checkpoints.manifest import FileSum, read_manifest
-from ckptkit.checkpoints.seal import replace_manifest
 from ckptkit.engine.compare import row_major_checksums
 from ckptkit.engine.scan import file_checksum
 from ckptkit.errors import (

@@ -22,7 +22,7 @@ from ckptkit.io.origin import Origin
 from ckptkit.io.path import is_remote
 from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.io.staging import Stage
-from ckptkit.models.computation import describe_differences
+from ckptkit.models.config_differences import describe_differences
 from ckptkit.plugins.deltas.as_consolidated import ConsolidatedView, open_both_as_consolidated
 from ckptkit.plugins.deltas.record import DeltaRecord
 from ckptkit.state.directories import require_separate_destination

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptkit.checkpoints.checkpoint import Source
+from ckptkit.checkpoints.finalize_files import file_checksums
 from ckptkit.checkpoints.manifest import read_manifest
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.checkpoints.seal import file_checksums
 from ckptkit.checks.verify import Verified
 from ckptkit.errors import CkptError, Corrupt, Report, raise_problem
 from ckptkit.io.crc32 import RESTORE

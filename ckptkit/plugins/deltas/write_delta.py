@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
-from ckptkit.checkpoints.seal import create_files, write_manifest
+from ckptkit.checkpoints.finalize_files import create_files, write_manifest
 from ckptkit.engine.copy import check_all_units_written, copy_by_plan
 from ckptkit.errors import translate_os_errors
 from ckptkit.formats import locate_all_chunks

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptkit.cli.options import Also, checkpoint_argument, join_also_directories, with_options
 from ckptkit.cli.output import Json, pick, print_json, print_note, print_table, print_text_line
-from ckptkit.cli.settings import Also, checkpoint_argument, join_also_directories, with_options
 from ckptkit.errors import Usage
 from ckptkit.io.destination import is_on_hub
 from ckptkit.settings import Setting

@@ -15,8 +15,8 @@ from ckptkit.checkpoints.problems import Problems
 from ckptkit.checks.verify import verify_component
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Unsafe, Unsupported
 from ckptkit.io.path import is_remote, restore_relative_path
-from ckptkit.plugins.doctor.case import LoadTarget
 from ckptkit.plugins.doctor.finding import Finding, consolidate_fix, rewrite_fix
+from ckptkit.plugins.doctor.load_target import LoadTarget
 from ckptkit.runs.ls import make_listing_entry
 
 Damage = Mapping[Path, Sequence[CkptError]]

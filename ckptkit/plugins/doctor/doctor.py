@@ -10,12 +10,11 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source, step_checkpoints_in_run
 from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import describe_not_copied
-from ckptkit.checkpoints.one_of_several import find_partial_file_error, why_maybe_partial_file
+from ckptkit.checkpoints.partial_file import find_partial_file_error, why_maybe_partial_file
 from ckptkit.errors import and_more, too_small_error
 from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
-from ckptkit.plugins.doctor.case import LoadTarget, TargetModel
 from ckptkit.plugins.doctor.choose_fixes import choose_fixes, dry_run_fix, run_fix
 from ckptkit.plugins.doctor.damage import (
     find_damage,
@@ -31,6 +30,7 @@ from ckptkit.plugins.doctor.exports import (
     find_missing_index,
 )
 from ckptkit.plugins.doctor.finding import Finding, Fix
+from ckptkit.plugins.doctor.load_target import LoadTarget, TargetModel
 from ckptkit.plugins.doctor.names import find_name_mismatches, find_wrapper_prefixes
 from ckptkit.plugins.doctor.optimizer import (
     find_group_differences,
@@ -55,7 +55,7 @@ from ckptkit.plugins.doctor.weights import (
     find_undeclared_quantized,
     find_unmerged_adapters,
 )
-from ckptkit.state.masters import REMAINDERS, master_remainder_entries
+from ckptkit.state.master_weights import REMAINDERS, master_remainder_entries
 from ckptkit.summary import Summarized, first_lines_and_rest
 from ckptkit.words import command_line, count
 

@@ -15,19 +15,18 @@ from typing import Any
 from ckptkit.adapters.find import find_empty_adapter_error
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
-from ckptkit.checkpoints.evidence import read_json_object
+from ckptkit.checkpoints.trainer_evidence import read_json_object
 from ckptkit.errors import Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported
 from ckptkit.formats.hf import INDEX
-from ckptkit.formats.indices import read_index
+from ckptkit.formats.index_file import read_index
 from ckptkit.formats.safetensors_headers import load_raw_header, parse_header_entry, read_shard_starts, require_no_gaps
 from ckptkit.io.file import names_in
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.wrappers import may_be_adapter
-from ckptkit.models.adapter_facts import ADAPTER_CONFIG
+from ckptkit.models.adapter_config_differences import ADAPTER_CONFIG
 from ckptkit.models.companions import CONFIG, find_companions
 from ckptkit.models.expected import closest_form
-from ckptkit.plugins.doctor.case import KeyMismatch, LoadTarget, TargetModel
 from ckptkit.plugins.doctor.finding import (
     Finding,
     Fix,
@@ -36,6 +35,7 @@ from ckptkit.plugins.doctor.finding import (
     output_path_for,
     rewrite_fix,
 )
+from ckptkit.plugins.doctor.load_target import KeyMismatch, LoadTarget, TargetModel
 
 _HF = "hf"
 _UNREAD = (Corrupt, IOFailure, NotACheckpoint, Unsafe, Unsupported)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.formats import get_writer, writable_formats
 from ckptkit.io.file import names_in
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import path_beside
 from ckptkit.layout.renames import fold_numbers
 from ckptkit.settings import option_name

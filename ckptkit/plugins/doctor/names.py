@@ -11,15 +11,14 @@ from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.errors import Mismatch, names_and_more
 from ckptkit.layout.renames import find_few_globs, fold_numbers, group_by_change, rules_for_renames
 from ckptkit.layout.wrappers import WRAPPERS
+from ckptkit.models.architectures import HEAD
 from ckptkit.models.expected import closest_form
 from ckptkit.models.fit import join_few_names
-from ckptkit.models.known_types import HEAD
+from ckptkit.models.mtp_layers import mtp_tensor_names
 from ckptkit.models.names import HUB
 from ckptkit.models.names.weights import find_model_key
-from ckptkit.models.predictors import mtp_tensor_names
 from ckptkit.models.trained_class import is_trained_head, with_trained_class
 from ckptkit.models.vocabulary import find_vocabulary_size, row_count_by_name
-from ckptkit.plugins.doctor.case import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.plugins.doctor.exports import find_experts_numbered_last
 from ckptkit.plugins.doctor.finding import (
     Finding,
@@ -29,6 +28,7 @@ from ckptkit.plugins.doctor.finding import (
     rewrite_fix,
     same_format_fix,
 )
+from ckptkit.plugins.doctor.load_target import KeyMismatch, LoadTarget, Shapes, TargetModel
 from ckptkit.plugins.doctor.shapes import differing_shapes, layer_numbers, most_shapes_differ
 from ckptkit.words import count
 

@@ -12,9 +12,9 @@ from ckptkit.checkpoints.optimizers.missing_states import States, find_optimizer
 from ckptkit.errors import Corrupt
 from ckptkit.io.file import names_in
 from ckptkit.layout import KeyPath, Layout
-from ckptkit.models.names.parameters import GROUP_MAP
-from ckptkit.plugins.doctor.case import LoadTarget
+from ckptkit.models.names.rename_parameters import GROUP_MAP
 from ckptkit.plugins.doctor.finding import Finding, reshard_fix, rewrite_fix, world_size_fix
+from ckptkit.plugins.doctor.load_target import LoadTarget
 from ckptkit.trainers import find_owner_rank_of_file, find_owner_rank_of_key, is_optional_state
 from ckptkit.words import count
 

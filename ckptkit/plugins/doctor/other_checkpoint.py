@@ -11,11 +11,11 @@ from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.renames import fold_numbers, match_names_by_rule, rules_for_renames
 from ckptkit.models.names import HUB
-from ckptkit.plugins.doctor.case import LoadTarget
 from ckptkit.plugins.doctor.finding import Finding, Fix, rewrite_fix
+from ckptkit.plugins.doctor.load_target import LoadTarget
 from ckptkit.plugins.doctor.names import findings_on_renames
 from ckptkit.plugins.doctor.optimizer import parameters_lacking_state, states_with_names
-from ckptkit.state.matching import Side, pair_components, with_comparable_names, with_hub_names_on_both
+from ckptkit.state.match_checkpoints import Side, pair_components, with_comparable_names, with_hub_names_on_both
 from ckptkit.trainers import find_owner_rank_of_key
 
 _MAX_RULES = 8

@@ -15,12 +15,12 @@ from ckptkit.errors import Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, na
 from ckptkit.io.path import is_remote
 from ckptkit.layout.box import Shape
 from ckptkit.layout.renames import find_few_globs
+from ckptkit.models.architectures import find_embedding
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import require_equal_tied, ties_to_drop
-from ckptkit.models.known_types import find_embedding
 from ckptkit.models.vocabulary import vocabulary_of_config
-from ckptkit.plugins.doctor.case import LoadTarget
 from ckptkit.plugins.doctor.finding import Finding, Fix, consolidate_fix, has_loadable_weight_files, rewrite_fix
+from ckptkit.plugins.doctor.load_target import LoadTarget
 from ckptkit.words import count
 
 _TOWERS = {

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.adapters.changes import check_adapter_fits_config
 from ckptkit.adapters.config import find_adapter_config
 from ckptkit.adapters.find import find_empty_adapter_error
+from ckptkit.adapters.weight_updates import check_adapter_fits_config
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout.renames import globs_for
-from ckptkit.models.known_types import find_embedding
+from ckptkit.models.architectures import find_embedding
+from ckptkit.models.mtp_layers import mtp_tensor_names, with_present_mtp_layers
 from ckptkit.models.names.weights import find_weights
-from ckptkit.models.predictors import mtp_tensor_names, with_present_mtp_layers
-from ckptkit.models.tokens import warn_of_tokens_without_row
-from ckptkit.plugins.doctor.case import LoadTarget
+from ckptkit.models.token_ids import warn_of_tokens_without_row
 from ckptkit.plugins.doctor.finding import Finding, Fix, consolidate_fix, has_loadable_weight_files, output_path_for
+from ckptkit.plugins.doctor.load_target import LoadTarget
 from ckptkit.state.base_tensors import BaseWeights
 from ckptkit.state.quantized.config import read_quantization_config
 from ckptkit.state.quantized.find import has_no_quantized_tensor

@@ -42,8 +42,8 @@ from typing import Any
 from ckptkit.errors import Unsupported, Usage, too_small_error
 from ckptkit.layout.box import Shape
 from ckptkit.layout.dtypes import DTYPES, DType
+from ckptkit.models.architectures import sizes_by_letter
 from ckptkit.models.expected import expected_model
-from ckptkit.models.known_types import sizes_by_letter
 
 _UNIT = re.compile(r".*?\.\d+\.")  # `model.layers.0.`, `transformer.h.0.`: a module in a ModuleList
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "ddp")

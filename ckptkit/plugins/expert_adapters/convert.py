@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ckptkit.adapters.changes import check_adapter_fits_config
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
 from ckptkit.adapters.experts import find_expert_form, find_lora_b_layout
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.names import WRAPPER, Entry
+from ckptkit.adapters.weight_updates import check_adapter_fits_config
 from ckptkit.errors import Unsupported, Usage
 from ckptkit.formats import decompress_entries, locate_all_chunks
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes

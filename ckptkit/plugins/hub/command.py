@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptkit.cli.conversion import Yes, shared_options
+from ckptkit.cli.options import Also, given_settings, join_also_directories, with_options
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -20,7 +21,6 @@ from ckptkit.cli.output import (
     progress_bar,
     without_middle,
 )
-from ckptkit.cli.settings import Also, given_settings, join_also_directories, with_options
 from ckptkit.io.path import to_local_path, to_path
 from ckptkit.settings import Setting
 from ckptkit.words import count, format_bytes

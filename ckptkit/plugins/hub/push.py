@@ -19,14 +19,14 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source, path_of_source
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import read_manifest
+from ckptkit.checks.checkpoint_files import OwnFiles
 from ckptkit.checks.inspect import inspect
-from ckptkit.checks.own_files import OwnFiles
 from ckptkit.checks.verify import bytes_at_path as size_of_part
 from ckptkit.checks.verify import require_no_problems, verify_component
 from ckptkit.errors import Corrupt, Unsupported, Usage
 from ckptkit.formats import FormatReader, get_format
 from ckptkit.io.file import list_children
-from ckptkit.io.local import is_link_outside_cache
+from ckptkit.io.local_file import is_link_outside_cache
 from ckptkit.io.path import is_remote, to_uncached_path
 from ckptkit.io.progress import make_progress_reporter
 from ckptkit.io.stores.hub import make_hub_client, parse_repository_path
@@ -41,7 +41,7 @@ from ckptkit.io.stores.hub_calls import (
 )
 from ckptkit.io.stores.hub_errors import MAIN, repository_url, translate_hub_errors
 from ckptkit.layout import Layout
-from ckptkit.models.adapter_facts import ADAPTER_CONFIG
+from ckptkit.models.adapter_config_differences import ADAPTER_CONFIG
 from ckptkit.models.companions import find_companions_in, sentence_transformers_modules_in
 from ckptkit.plugins.hub.model_card import NAME as CARD
 from ckptkit.plugins.hub.model_card import make_card

@@ -13,12 +13,12 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported
 from ckptkit.formats.archives.flatten import find_dict_items
-from ckptkit.formats.archives.state_files import read_state_file
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
+from ckptkit.formats.archives.torch_save import read_state_file
 from ckptkit.formats.pickles.inert_pickle import Record
 from ckptkit.io.file import is_existing_path
 from ckptkit.layout import Layout
-from ckptkit.models.computation import POSITIONS
+from ckptkit.models.config_differences import POSITIONS
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.plugins.megatron import hybrid_names as hybrid
 

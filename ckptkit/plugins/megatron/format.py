@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Report, Unsupported, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, flatten_file
-from ckptkit.formats.archives.state_files import archive_extents_of, report_truncated_files
+from ckptkit.formats.archives.torch_save import archive_extents_of, report_truncated_files
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.formats.rank_names import read_each_file
@@ -23,7 +23,7 @@ from ckptkit.io.file import is_existing_path, names_in
 from ckptkit.layout import Blob, Chunk, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.layout.wrappers import PARAM_NAMES
 from ckptkit.plugins.megatron.join import SavedJob
-from ckptkit.plugins.megatron.saved import (
+from ckptkit.plugins.megatron.rank_files import (
     BUFFERS,
     FILES,
     OPTIMIZER,

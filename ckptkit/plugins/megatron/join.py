@@ -31,7 +31,7 @@ from ckptkit.formats.shards.join import (
     require_join_rule,
 )
 from ckptkit.layout import Chunk, Spec, StoredTensor, axes
-from ckptkit.plugins.megatron.saved import VERSION, GridSizes, Rank, SavedRank
+from ckptkit.plugins.megatron.rank_files import VERSION, GridSizes, Rank, SavedRank
 
 # Reorder the fused queries, keys and values of checkpoint versions below 2 as later versions store them.
 #

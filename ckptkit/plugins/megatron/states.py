@@ -15,12 +15,12 @@ from typing import Any
 
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.formats.archives.flatten import FlatState, find_dict_items
-from ckptkit.formats.archives.values import find_parameter_indices_by_group
+from ckptkit.formats.archives.non_tensor_entries import find_parameter_indices_by_group
 from ckptkit.layout import Blob, Spec, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.matching import find_certain_match, match_in_order
+from ckptkit.layout.match_parameters import find_certain_match, match_in_order
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
-from ckptkit.plugins.megatron.saved import OPTIMIZER, SavedRank
+from ckptkit.plugins.megatron.rank_files import OPTIMIZER, SavedRank
 
 MASTER = "fp32_param"
 _MASTERS = "fp32_from_fp16_params"

@@ -16,8 +16,8 @@ from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, 
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.allocation import TemporaryFile, require_free_space
 from ckptkit.io.file import OpenFiles
-from ckptkit.io.local import open_for_writing
-from ckptkit.io.ranges import Range
+from ckptkit.io.local_file import open_for_writing
+from ckptkit.io.remote_file import Range
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.layout.box import Box, Shape
 from ckptkit.layout.dtypes import DTYPES

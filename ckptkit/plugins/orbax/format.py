@@ -25,7 +25,7 @@ from ckptkit.io.file import (
     read_small,
     require_plain_file_name,
 )
-from ckptkit.io.ranges import iterate_with_prefetch
+from ckptkit.io.remote_file import iterate_with_prefetch
 from ckptkit.layout import Blob, Extent, KeyPath, Layout, StoredTensor
 from ckptkit.plugins.orbax.arrays import array_metadata_range, tensor_of_array
 from ckptkit.plugins.orbax.values import MANIFEST, files_below, require_tensorstore, values_in_files, values_in_ocdbt

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from ckptkit.errors import Corrupt, Unsafe, Unsupported, truncated_error
 from ckptkit.io.file import OpenFiles, file_size, list_children, names_in, read_at, read_small
 from ckptkit.io.path import is_remote, map_in_parallel
-from ckptkit.io.ranges import Range, iterate_with_prefetch
+from ckptkit.io.remote_file import Range, iterate_with_prefetch
 
 if TYPE_CHECKING:
     import tensorstore

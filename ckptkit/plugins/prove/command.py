@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs, Map
+from ckptkit.cli.options import Also, join_also_directories
 from ckptkit.cli.output import (
     Json,
     pick,
@@ -18,7 +19,6 @@ from ckptkit.cli.output import (
     reserve_stdout,
     to_json_value,
 )
-from ckptkit.cli.settings import Also, join_also_directories
 from ckptkit.errors import and_more
 from ckptkit.io.path import to_path
 from ckptkit.words import command_line, count, format_bytes

@@ -16,7 +16,7 @@ from ckptkit.io.file import read_small
 from ckptkit.io.path import remarks_on_hub_id
 from ckptkit.io.progress import Progress
 from ckptkit.models.companions import Companions, different_preprocessing_files, find_companions
-from ckptkit.models.computation import ConfigDifference, describe_differences, rope_parameters_of
+from ckptkit.models.config_differences import ConfigDifference, describe_differences, rope_parameters_of
 from ckptkit.models.transformers_model import find_missing_model_package
 from ckptkit.plugins.prove.model import Logits, Runnable
 from ckptkit.state.names import NameOptions

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ckptkit.cli.conversion import Jobs
+from ckptkit.cli.options import Also, join_also_directories
 from ckptkit.cli.output import Json, pick, print_json, print_text_line, progress_bar
-from ckptkit.cli.settings import Also, join_also_directories
 from ckptkit.io.path import to_local_path, to_path
 from ckptkit.words import format_bytes
 

@@ -15,7 +15,7 @@ from ckptkit.checks.stats import count_values_by_tensor
 from ckptkit.errors import Corrupt, NotACheckpoint, Usage, translate_os_errors
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.file import file_size, opening, read_at, read_small
-from ckptkit.io.joined import local_paths_of
+from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import is_remote, to_local_path
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.io.staging import publish_file

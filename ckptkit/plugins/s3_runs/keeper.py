@@ -39,7 +39,7 @@ from ckptkit.io.stores.s3_errors import DENIED, TAKEN, error_code_of
 from ckptkit.models.companions import CONFIG
 from ckptkit.plugins.s3_runs.objects import delete_batch, find_claim_at, in_batches, read_store_or_local_clock
 from ckptkit.runs.deletion import PINS, WATCHES, is_pinned, locked_watch, require_unmoved_run
-from ckptkit.runs.keeper import WatchLease, reasons_to_keep, require_complete_checkpoint
+from ckptkit.runs.run_backend import WatchLease, reasons_to_keep, require_complete_checkpoint
 from ckptkit.words import command_line
 
 _PATIENCE = 10.0  # seconds to wait for a concurrent deletion to end

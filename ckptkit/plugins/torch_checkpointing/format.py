@@ -27,18 +27,18 @@ from ckptkit.errors import (
     raise_problem,
 )
 from ckptkit.formats.archives.flatten import FlatState
-from ckptkit.formats.archives.state_files import archive_extents_of, is_torch_save
+from ckptkit.formats.archives.torch_save import archive_extents_of, is_torch_save
 from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.json_text import parse_json
 from ckptkit.formats.pickles.tensor_calls import TensorRecord
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatWriter
-from ckptkit.formats.ranks.names import MODEL
+from ckptkit.formats.ranks.file_names import MODEL
 from ckptkit.formats.ranks.write_files import Example, RankStorages, Writing, patches_for_rank_files
 from ckptkit.formats.safetensors_headers import read_header_chunks
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.sharded_tensors import RankFile, RankTensor, lost_rank_file, read_rank_file
+from ckptkit.formats.shards.rank_file import RankFile, RankTensor, lost_rank_file, read_rank_file
 from ckptkit.formats.shards.write_dtensors import RankMesh
 from ckptkit.io.file import is_existing_path, names_in, read_small
 from ckptkit.layout import (

@@ -18,10 +18,10 @@ from ckptkit.io.allocation import make_directory
 from ckptkit.io.claims import find_claim_object
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import drop_cached_listing, is_remote
-from ckptkit.plugins.watch.commands import Final, WatchCommand
-from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.journal import HandledRecord, WatchJournal
-from ckptkit.runs.keeper import RunBackend, WatchLease, open_run_backend, require_run, uncached_path_of
+from ckptkit.plugins.watch.run_commands import Final, WatchCommand
+from ckptkit.plugins.watch.stability import FileSnapshot, StabilityWait
+from ckptkit.runs.run_backend import RunBackend, WatchLease, open_run_backend, require_run, uncached_path_of
 from ckptkit.summary import Summarized
 from ckptkit.trainers import find_step_of_path, name_without_suffixes
 from ckptkit.words import count

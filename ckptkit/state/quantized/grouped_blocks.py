@@ -21,7 +21,7 @@ from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, RecipeVerdict, identity_region
 from ckptkit.models.fit import join_few_names
-from ckptkit.state.quantized.plain_blocks import (
+from ckptkit.state.quantized.dequantize_blocks import (
     FOUR_BITS,
     check_scale_factors,
     check_zero_scales,

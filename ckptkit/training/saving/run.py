@@ -33,7 +33,6 @@ from ckptkit.io.destination import to_destination
 from ckptkit.io.file import require_plain_file_name
 from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.io.staging import Stage, errors_naming_destination
-from ckptkit.runs.keeper import open_run_backend
 from ckptkit.runs.retention import (
     Best,
     Policy,
@@ -42,6 +41,7 @@ from ckptkit.runs.retention import (
     require_known_metric,
     saved_checkpoints_of,
 )
+from ckptkit.runs.run_backend import open_run_backend
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
 from ckptkit.storage.store_writer import StoreWriter, require_no_checkpoint_at

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import KeyPath
+from ckptkit.models.architectures import HEAD, find_embedding, has_tied_head
 from ckptkit.models.companions import CONFIG
-from ckptkit.models.known_types import HEAD, find_embedding, has_tied_head
 from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.storage.terms import local_shard, local_shards, memory_identity_of
 from ckptkit.training.saving.state import Tree, map_tensors

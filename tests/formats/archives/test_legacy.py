@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
-from ckptkit.formats.archives.state_files import read_legacy_torch_save
+from ckptkit.formats.archives.torch_save import read_legacy_torch_save
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.pt import Pt

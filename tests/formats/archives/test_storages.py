@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckptkit import storage
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checkpoints.seal import create_files, finalize_files, read_output_layout
+from ckptkit.checkpoints.finalize_files import create_files, finalize_files, read_output_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import get_writer, locate_all_chunks
 from ckptkit.formats.pickles.inert_pickle import PersistentId

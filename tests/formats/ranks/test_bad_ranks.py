@@ -15,7 +15,7 @@ import torch
 import ckptkit
 from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.errors import CkptError
-from ckptkit.formats.archives.state_files import read_state_file
+from ckptkit.formats.archives.torch_save import read_state_file
 from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.pickles.inert_pickle import Global, Record, walk_members
 from ckptkit.formats.pickles.write_pickle import dump

@@ -17,9 +17,9 @@ import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError, Corrupt, Unsupported
 from ckptkit.formats import detect_format, locate_all_chunks
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
 from ckptkit.layout import Layout, check_chunks_tile
-from ckptkit.plugins.deepspeed.names import OFFLOADED
+from ckptkit.plugins.deepspeed.file_names import OFFLOADED
 from tests.conftest import Produce
 from tests.formats.contract import raw_bytes, spec_of
 from tests.raw import contents

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.checkpoints.checkpoint import Checkpoint, open_layout
 from ckptkit.errors import CkptError, Unsupported
-from ckptkit.formats.archives.values import load_value
+from ckptkit.formats.archives.non_tensor_entries import load_value
 from tests.conftest import Produce
 from tests.plugins.deepspeed.test_deepspeed import (
     MODEL,

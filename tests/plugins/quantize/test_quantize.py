@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ckptkit import average, consolidate, convert, diff, finalize, inspect, merge, stats
 from ckptkit.checkpoints.checkpoint import open_layout
-from ckptkit.checks.moved import Moved
+from ckptkit.checks.parameter_changes import Moved
 from ckptkit.errors import CkptError, Corrupt, Unsupported, Usage
 from ckptkit.layout import Spec
 from ckptkit.layout.dtypes import DTYPES

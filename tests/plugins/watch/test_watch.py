@@ -17,8 +17,8 @@ import torch
 
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
-from ckptkit.plugins.watch.commands import describe_exit
-from ckptkit.plugins.watch.file_changes import FileSnapshot, StabilityWait
+from ckptkit.plugins.watch.run_commands import describe_exit
+from ckptkit.plugins.watch.stability import FileSnapshot, StabilityWait
 from ckptkit.plugins.watch.watch import Event, watch
 from ckptkit.runs.deletion import WATCHES, LocalLease, is_handled_by_watch
 from ckptkit.runs.prune import prune
@@ -148,7 +148,7 @@ def test_a_command_that_hangs_is_ended_with_its_children_and_tried_again(run: Pa
 def test_what_does_not_end_when_it_is_asked_to_is_killed(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leader: str
 ) -> None:
-    monkeypatch.setattr("ckptkit.plugins.watch.commands._GRACE", 0.5)
+    monkeypatch.setattr("ckptkit.plugins.watch.run_commands._GRACE", 0.5)
     log = tmp_path / "log"
     child = f'sh -c \'trap "" TERM; echo $$ >> "{log}"; while :; do sleep 0.1; done\''
     done = watch(run, exec=[shell(f"{leader}{child} & wait; wait")], every=SOON, tries=1, timeout=0.5, once=True)

@@ -17,8 +17,8 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.layout.box import Box, full_box
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Recipe
+from ckptkit.state.quantized.dequantize import dequantizing_recipe_of
 from ckptkit.state.quantized.find import find_quantized
-from ckptkit.state.quantized.plain import dequantizing_recipe_of
 from tests.state.quantized.few_bits import Stored, deepseek_v4, integers, mlx, modelopt, mxfp4, nvfp4
 from tests.state.quantized.test_floats4 import saved
 

@@ -233,7 +233,7 @@ def test_what_is_pinned_while_others_are_deleted_stays(tmp_path: Path, monkeypat
     everything = Run(tmp_path)
     for step in (1, 2, 3, 4):
         everything.save(step, nn.Linear(2, 2))
-    monkeypatch.setattr("ckptkit.runs.keeper.delete_checkpoint", delete_and_pin)
+    monkeypatch.setattr("ckptkit.runs.run_backend.delete_checkpoint", delete_and_pin)
     Run(tmp_path, keep_last=1).save(5, nn.Linear(2, 2))
     assert [found.step for found in everything.checkpoints()] == [2, 3, 5]  # 4 went first
 

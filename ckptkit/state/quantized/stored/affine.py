@@ -50,7 +50,7 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
 def recipe(bits: int, shape: Shape, group: int, dtype: DType, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight from numbers, scales and biases."""
     from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-    from ckptkit.state.quantized.plain_blocks import with_read_dtype
+    from ckptkit.state.quantized.dequantize_blocks import with_read_dtype
 
     numbers, scales, biases = operands
     part = blocks.Affine(with_read_dtype(scales), with_read_dtype(biases), dtype)

@@ -89,7 +89,7 @@ def recipe(
 ) -> Recipe:
     """Return the recipe of a weight with scales for its groups, and perhaps one scale for all of it."""
     from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-    from ckptkit.state.quantized.plain_blocks import FOUR_BITS, with_read_dtype
+    from ckptkit.state.quantized.dequantize_blocks import FOUR_BITS, with_read_dtype
 
     numbers, scales, *level = operands
     part = blocks.Factors(scales, shapes_of_scales[0], max(FOUR_BITS))

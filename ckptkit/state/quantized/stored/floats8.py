@@ -38,7 +38,7 @@ def is_float8_weight(spec: Spec) -> bool:
 
 def scaled_floats_recipe(shape_of_scales: Shape, steps: Shape, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight with scales of this shape, each for a box of size `steps`."""
-    from ckptkit.state.quantized.plain_blocks import (  # imports numpy, which plain copies do not need
+    from ckptkit.state.quantized.dequantize_blocks import (  # imports numpy, which plain copies do not need
         Scaled,
         with_read_dtype,
     )

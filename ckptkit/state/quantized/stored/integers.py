@@ -126,7 +126,7 @@ def find_fit_in_encoding(stored: Spec, scales: Spec, encoding: Integers) -> Fit 
 def recipe(fit: Fit, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight from numbers, scales, zero points and the shape."""
     from ckptkit.state.quantized import grouped_blocks as blocks  # imports numpy, which plain copies do not need
-    from ckptkit.state.quantized.plain_blocks import with_read_dtype
+    from ckptkit.state.quantized.dequantize_blocks import with_read_dtype
 
     numbers, scales, *more_operands = operands
     parts: list[blocks.GroupStep] = []

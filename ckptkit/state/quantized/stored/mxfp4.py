@@ -35,7 +35,7 @@ def find(specs: Specs, stated: QuantizationConfig) -> Iterator[tuple[str, Packed
 
 def mxfp4_recipe(shape: Shape, operands: Sequence[Operand]) -> Recipe:
     """Return the recipe of a weight. Raises `Unsupported` if one expert needs too much memory."""
-    from ckptkit.state.quantized.plain_blocks import Transposed4  # imports numpy, which plain copies do not need
+    from ckptkit.state.quantized.dequantize_blocks import Transposed4  # imports numpy, which plain copies do not need
 
     _, columns, rows = shape
     if columns * rows // 2 > _MAX_EXPERT_BYTES:
