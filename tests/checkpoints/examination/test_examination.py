@@ -236,7 +236,7 @@ def test_numbers_that_may_be_missing(names: list[str], tmp_path: Path) -> None:
 
 def test_a_list_of_unequal_modules_may_have_gaps(tmp_path: Path) -> None:
     """An encoder of audio (Encodec): convolutions that widen, blocks between them, and activations without tensors."""
-    weights = {}
+    weights: dict[str, Any] = {}
     for i in range(5):
         weights |= {f"layers.{3 * i}.conv.weight": zeros(2**i, 4), f"layers.{3 * i + 1}.block.1.weight": zeros(2**i, 2)}
     save_pt({"model": weights}, tmp_path / "step-1")
