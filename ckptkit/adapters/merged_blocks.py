@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
+from ckptkit.engine.casting import widener
 from ckptkit.engine.recipes import FLOAT32, FLOAT64, Array, Taken, round_to_bytes, working_dtype
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape
-from ckptkit.layout.casting import widener
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, Recipe, Region, identity_region
 

@@ -16,12 +16,12 @@ from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_parameter_key_k
 from ckptkit.checkpoints.optimizers.parameter_names import ORDER, read_optimizer_order
 from ckptkit.checks.differences import Diff, Difference, Reason, differing_entries
 from ckptkit.engine.compare import Comparison, compare_layouts, row_major_checksums
+from ckptkit.engine.distance import Tolerance
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.box import Shape
-from ckptkit.layout.distance import Tolerance
 from ckptkit.layout.renames import match_names_by_rule
 from ckptkit.models.companions import CONFIG
 from ckptkit.state.match_checkpoints import (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptkit.engine.compare import compare_layouts
+from ckptkit.engine.distance import Distance
 from ckptkit.errors import Unsupported
 from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.non_tensor_entries import load_value
@@ -15,7 +16,6 @@ from ckptkit.formats.pickles.inert_pickle import SCALARS, PersistentId, walk_mem
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import full_box
-from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.renames import fold_numbers
 from ckptkit.models.config_differences import ConfigDifference, describe_differences

@@ -242,7 +242,7 @@ def to_numpy(data: memoryview, dtype: DType, shape: Shape) -> npt.NDArray[Any]:
     """
     import numpy as np
 
-    from ckptkit.layout.casting import widener
+    from ckptkit.engine.casting import widener
 
     if dtype.name in ("bfloat16", "complex32"):
         is_complex = dtype.name == "complex32"

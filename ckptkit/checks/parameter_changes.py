@@ -11,11 +11,11 @@ from typing import Self
 from ckptkit.checkpoints.checkpoint import Checkpoint, Source
 from ckptkit.checkpoints.component import Component, require_archives_of_one_save
 from ckptkit.engine.compare import compare_computed, compare_layouts
+from ckptkit.engine.distance import Distance
 from ckptkit.errors import Mismatch
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Layout, Spec, edits
-from ckptkit.layout.distance import Distance
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Operand, Recipe
 from ckptkit.layout.renames import fold_numbers

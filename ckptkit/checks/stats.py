@@ -17,12 +17,12 @@ from ckptkit.checks.tree import Branch, folded_tree_lines
 from ckptkit.engine.blocks import Block, blocks_of_plan
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import reread_unchecked_ranges
+from ckptkit.engine.counting import Count, count_values
 from ckptkit.engine.visit import Pieces, Worker, visit_blocks
 from ckptkit.errors import Usage
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.layout import KeyPath, Layout, Spec, edits
-from ckptkit.layout.counting import Count, count_values
 from ckptkit.layout.plan import Plan, in_file_order, self_copy_target
 from ckptkit.models.names.rename_parameters import key_within_optimizer
 from ckptkit.models.names.weights import find_weights_or_none

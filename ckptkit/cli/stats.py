@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ckptkit.checks.parameter_changes import Movement
     from ckptkit.checks.stats import Stats
-    from ckptkit.layout.counting import Count
+    from ckptkit.engine.counting import Count
 
 
 @with_options(shared_options("include", "exclude", "allow_unmatched", "jobs"))

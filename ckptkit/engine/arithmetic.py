@@ -79,7 +79,7 @@ def append_changed_elements(data: bytes, chunk: Chunk, change: Callable[[Array],
     """Change the elements in `data`, append them to `out` in the dtype of the chunk, and return their size in bytes."""
     import numpy as np
 
-    from ckptkit.layout.casting import cast_into, widener
+    from ckptkit.engine.casting import cast_into, widener
 
     stored = np.frombuffer(data, f"u{chunk.dtype.itemsize}")
     changed = change(widener(chunk.dtype)(stored))

@@ -13,13 +13,13 @@ from itertools import islice
 from ckptkit.engine.blocks import Block, blocks_of_target
 from ckptkit.engine.check_sources import Sources
 from ckptkit.engine.copy import reread_unchecked_ranges
+from ckptkit.engine.distance import Distance, Tolerance
 from ckptkit.engine.visit import Pieces, Worker, visit_blocks
 from ckptkit.io.crc32 import Checksums, crc32
 from ckptkit.io.progress import BytesDone
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.axes import unsplit_index
 from ckptkit.layout.box import Box, full_box
-from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Plan, Recipe, Target, in_file_order, make_plan, targets_for
 
@@ -66,7 +66,7 @@ def compare_layouts(
         nbytes = len(ours) + len(theirs)
         if not measure_all and a_dtype == b_dtype and are_equal_buffers(ours, theirs):
             return None, nbytes
-        from ckptkit.layout.measure_distance import measure_distance
+        from ckptkit.engine.measure_distance import measure_distance
 
         return measure_distance((ours, a_dtype), (theirs, b_dtype), block.box, tolerance), nbytes
 
@@ -92,7 +92,7 @@ class Both:
 
     def measure_block(self, worker: Worker, block: Block) -> tuple[Distance, int]:
         """Return the distance of the two tensors in a block, and the bytes read for it."""
-        from ckptkit.layout.measure_distance import measure_distance
+        from ckptkit.engine.measure_distance import measure_distance
 
         inputs = iter([worker.read_operand(block, i, operand.dtype) for i, operand in enumerate(self.operands)])
         ours, theirs = (
@@ -177,7 +177,7 @@ def with_norms(a: Layout, distances: Mapping[str, Distance], jobs: int | None) -
     sizes = dict.fromkeys(lacking, 0.0)
 
     def measure_block(worker: Worker, block: Block) -> float:
-        from ckptkit.layout.measure_distance import sum_of_finite_squares
+        from ckptkit.engine.measure_distance import sum_of_finite_squares
 
         return sum_of_finite_squares((worker.read_input(block), block.target.chunk.dtype))
 

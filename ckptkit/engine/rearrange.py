@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.engine.casting import cast_into
 from ckptkit.layout import Chunk, ReadRun
 from ckptkit.layout.box import Box, halve_box, row_major_strides, span_of
-from ckptkit.layout.casting import cast_into
 from ckptkit.layout.dtypes import DType
 
 Array = NDArray[Any]

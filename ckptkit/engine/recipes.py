@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.engine.casting import cast_into, widener
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout.box import Box
-from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DTYPES, DType
 from ckptkit.layout.plan import Operand
 from ckptkit.words import count

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.engine.compare import compare_layouts, row_major_checksums
+from ckptkit.engine.distance import Tolerance
 from ckptkit.errors import Corrupt
 from ckptkit.io.local_file import LocalFile
 from ckptkit.layout import Layout, Spec, StoredTensor
 from ckptkit.layout.box import full_box
-from ckptkit.layout.distance import Tolerance
 from ckptkit.layout.dtypes import DTYPES, DType
 from tests.raw import Files, Numbers
 from tests.strategies import shapes, tilings
@@ -145,7 +145,7 @@ def test_bytes_that_are_missing_name_the_tensor(tmp_path: Path, side: str) -> No
 def test_equal_layouts_need_no_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = np.arange(200, dtype=np.float32)
     layouts = pair(tmp_path, numbers, numbers)
-    monkeypatch.setattr("ckptkit.layout.measure_distance.measure_distance", None)
+    monkeypatch.setattr("ckptkit.engine.measure_distance.measure_distance", None)
     assert compare_layouts(*layouts).distances == {}
 
 

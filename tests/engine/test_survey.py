@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.checks.stats import count_values_by_tensor
+from ckptkit.engine.counting import Count, Moments
 from ckptkit.errors import Corrupt
 from ckptkit.layout import Spec, StoredTensor
 from ckptkit.layout.box import full_box
-from ckptkit.layout.counting import Count, Moments
 from ckptkit.layout.dtypes import DTYPES
 from tests.raw import Files, Numbers
 from tests.strategies import shapes, tilings

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptkit.engine.blocks import BLOCK_BYTES
+from ckptkit.engine.casting import widener
 from ckptkit.engine.recipes import FLOAT32, Array, round_to_bytes
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape
-from ckptkit.layout.casting import widener
 from ckptkit.layout.dtypes import DTYPES, SMALL_FLOATS, DType
 from ckptkit.layout.plan import Operand
 

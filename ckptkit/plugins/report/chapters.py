@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ckptkit.layout.counting import Count
+from ckptkit.engine.counting import Count
 from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.curves import Axis, draw_curves, draw_step_axis
 from ckptkit.plugins.report.history import History

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckptkit.layout.counting import Count
+from ckptkit.engine.counting import Count
 from ckptkit.markup import Markup, element, svg_image
 from ckptkit.plugins.report.curves import Axis, draw_grid, draw_step_axis, path_through, value_axis
 from ckptkit.plugins.report.shard_svg import OWNERS

@@ -12,6 +12,7 @@ import numpy as np
 
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checks.make_manifest import make_manifest
+from ckptkit.engine.casting import cast_into, widener
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.archives.zip_entries import read_central_directory
@@ -20,7 +21,6 @@ from ckptkit.formats.pickles.inert_pickle import ANY_NAME
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.io.crc32 import crc32
 from ckptkit.layout import Chunk
-from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.plugins.resume_proof.compare import with_tensors_only
 from ckptkit.plugins.resume_proof.containers import Container, map_scalars

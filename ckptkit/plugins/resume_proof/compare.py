@@ -8,9 +8,9 @@ from math import inf, isfinite, sqrt
 from typing import Any
 
 from ckptkit.engine.compare import compare_layouts
+from ckptkit.engine.distance import Distance
 from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout
-from ckptkit.layout.distance import Distance
 from ckptkit.plugins.resume_proof.states import GROUPS, CheckpointContents
 
 _SLACK = 4  # times the distance of the two control runs: a third run may be further away than the second

@@ -11,11 +11,11 @@ from math import isfinite, prod
 
 import numpy as np
 
+from ckptkit.engine.casting import cast_into
 from ckptkit.engine.rearrange import view_of_region
 from ckptkit.engine.recipes import FLOAT32, Array, round_to_bytes
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape, cut_box, full_box
-from ckptkit.layout.casting import cast_into
 from ckptkit.layout.dtypes import SMALL_FLOATS, DType
 from ckptkit.layout.plan import Operand, Region
 

@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ckptkit.engine.casting import cast_into, widener
 from ckptkit.engine.recipes import FLOAT32, Array, round_to_bytes
 from ckptkit.errors import Corrupt
 from ckptkit.layout.box import Box, Shape, full_box
-from ckptkit.layout.casting import cast_into, widener
 from ckptkit.layout.dtypes import DType
 from ckptkit.layout.plan import Operand, RecipeVerdict, identity_region
 from ckptkit.models.fit import join_few_names

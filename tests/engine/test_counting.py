@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptkit.layout.counting import Count, Moments, count_values
+from ckptkit.engine.counting import Count, Moments, count_values
 from ckptkit.layout.dtypes import DTYPES, DType
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.kind in ("float", "complex", "small_float")]
@@ -27,7 +27,7 @@ each_float = pytest.mark.parametrize("dtype", COUNTED_BY_TORCH, ids=str)
 def small_parts() -> Iterator[None]:
     """Let a part be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.layout.counting._PART_BYTES", PART)
+        patch.setattr("ckptkit.engine.counting._PART_BYTES", PART)
         yield
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.layout.counting import Array, Moments, measure_moments, moments_of_repeated_values
+from ckptkit.engine.counting import Array, Moments, measure_moments, moments_of_repeated_values
 
 floats = st.floats(-1e6, 1e6, allow_subnormal=False)
 
@@ -21,8 +21,8 @@ floats = st.floats(-1e6, 1e6, allow_subnormal=False)
 def small_parts() -> Iterator[None]:
     """Let a part be a few numbers, and a row of the dot product fewer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.layout.counting._PART", 7)
-        patch.setattr("ckptkit.layout.counting._ROW", 3)
+        patch.setattr("ckptkit.engine.counting._PART", 7)
+        patch.setattr("ckptkit.engine.counting._ROW", 3)
         yield
 
 
@@ -77,7 +77,7 @@ def test_squares_beyond_float64() -> None:
 
 
 def test_rounding_takes_no_mean_beyond_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.layout.counting._PART", 100)
+    monkeypatch.setattr("ckptkit.engine.counting._PART", 100)
     largest = float(np.finfo(np.float64).max)
     for number in (largest, -largest):
         found = of([float(np.nextafter(number, 0.0))] + [number] * 8)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptkit.engine.casting import widen_into
+from ckptkit.engine.counting import sum_of_squares
+from ckptkit.engine.distance import Distance, Tolerance
 from ckptkit.layout.box import Box
-from ckptkit.layout.casting import widen_into
-from ckptkit.layout.counting import sum_of_squares
-from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import SMALL_FLOATS, DType
 
 Array = NDArray[Any]

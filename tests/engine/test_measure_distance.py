@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ckptkit.engine.distance import Distance, Tolerance
+from ckptkit.engine.measure_distance import measure_distance, sum_of_finite_squares
 from ckptkit.layout.box import Box, full_box
-from ckptkit.layout.distance import Distance, Tolerance
 from ckptkit.layout.dtypes import DTYPES, DType
-from ckptkit.layout.measure_distance import measure_distance, sum_of_finite_squares
 from tests.strategies import solid_shapes
 
 FLOATS = [dtype for dtype in DTYPES.values() if dtype.kind in ("float", "small_float") and "x2" not in dtype.name]
@@ -27,7 +27,7 @@ PART = 16  # elements that are looked at together in these tests, so that there 
 def small_parts() -> Iterator[None]:
     """Let a part be a few elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptkit.layout.measure_distance._PART", PART)
+        patch.setattr("ckptkit.engine.measure_distance._PART", PART)
         yield
 
 

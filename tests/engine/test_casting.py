@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.engine.casting import cast_into
 from ckptkit.errors import Unsupported, Usage
-from ckptkit.layout.casting import cast_into
 from ckptkit.layout.dtypes import DTYPES, parse_dtype
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")

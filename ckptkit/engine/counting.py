@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptkit.layout.casting import widener
+from ckptkit.engine.casting import widener
 from ckptkit.layout.dtypes import DTYPES, SMALL_FLOATS, DType, SmallFloat
 
 Array = NDArray[Any]
