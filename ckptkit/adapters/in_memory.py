@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ckptkit.adapters.merge_arithmetic import Merging
 from ckptkit.adapters.merged_blocks import SubBoxStep
-from ckptkit.adapters.recipes import Merging
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Mismatch, Unsupported
 from ckptkit.layout import Chunk, Layout, StoredTensor

@@ -13,8 +13,8 @@ from ckptkit.adapters.draft import CheckedAdapter, describe_adapter, open_adapte
 from ckptkit.adapters.experts import find_expert_form
 from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.in_memory import layout_under_memory_names, translate_updates_to_files
+from ckptkit.adapters.merge_arithmetic import AdapterSource, Merging
 from ckptkit.adapters.merged_blocks import ExpertsProduct
-from ckptkit.adapters.recipes import AdapterSource, Merging
 from ckptkit.adapters.weight_updates import is_saved_module
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component

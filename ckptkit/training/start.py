@@ -39,7 +39,7 @@ from ckptkit.io.small_files import replace_file, require_writable
 from ckptkit.models.companions import CONFIG
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
-from ckptkit.training.data.corpus import open_corpus
+from ckptkit.training.data.batches import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import TokenFile, prepare_tokens
 from ckptkit.training.metrics import drop_metrics_after_step

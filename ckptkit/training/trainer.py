@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.training.config import TrainConfig
-from ckptkit.training.data.corpus import Batch, Corpus, indices_of_rank
+from ckptkit.training.data.batches import Batch, Corpus, indices_of_rank
 from ckptkit.training.metrics import StepMetrics, flops_per_token, peak_flops, peak_memory
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.saving.run import Run

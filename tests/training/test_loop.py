@@ -21,7 +21,7 @@ from ckptkit.conversion.convert import consolidate
 from ckptkit.errors import CkptError, Corrupt, IOFailure, Mismatch, NotACheckpoint, Occupied, Usage
 from ckptkit.io.disk import lock_path
 from ckptkit.training.config import TrainConfig, read_settings
-from ckptkit.training.data.corpus import Corpus, open_corpus
+from ckptkit.training.data.batches import Corpus, open_corpus
 from ckptkit.training.data.tokenizer import Bytes
 from ckptkit.training.data.tokens import prepare_tokens
 from ckptkit.training.initial import initialize_model

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from ckptkit.training.config import TrainConfig, read_settings
-from ckptkit.training.data.corpus import open_corpus
+from ckptkit.training.data.batches import open_corpus
 from ckptkit.training.data.tokenizer import choose_tokenizer
 from ckptkit.training.data.tokens import prepare_tokens
 from ckptkit.training.initial import initialize_model

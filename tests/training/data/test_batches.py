@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.training.data.corpus import IGNORED, Batch, Corpus, epoch_order, indices_of_rank, open_corpus
+from ckptkit.training.data.batches import IGNORED, Batch, Corpus, epoch_order, indices_of_rank, open_corpus
 from ckptkit.training.data.tokenizer import Bytes
 from ckptkit.training.data.tokens import prepare_tokens
 
