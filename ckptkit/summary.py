@@ -36,7 +36,7 @@ def format_call(instance: object, first_argument: object, **options: object) -> 
     return f"{type(instance).__name__}({', '.join([repr(str(first_argument)), *given])})"
 
 
-def first_lines_and_rest(lines: Iterable[str], total: int) -> Iterator[str]:
+def first_lines_and_more(lines: Iterable[str], total: int) -> Iterator[str]:
     """Yield the first of `total` lines, and the number of further lines."""
     yield from (f"  {line}" for line in islice(lines, _MAX_LINES))
     if total > _MAX_LINES:

@@ -32,7 +32,7 @@ from ckptkit.errors import NotACheckpoint, Unsupported, Usage
 from ckptkit.io.origin import Origin
 from ckptkit.layout import edits
 from ckptkit.layout.wrappers import may_be_adapter
-from ckptkit.models.adapter_config_differences import is_base_changed
+from ckptkit.models.adapter_config_differences import peft_modifies_base
 from ckptkit.models.architectures import HEAD, find_embedding
 from ckptkit.models.companions import CONFIG as MODEL_CONFIG
 from ckptkit.models.companions import read_config_json, tokenizer_paths_in
@@ -166,7 +166,7 @@ def draft_adapters(opened: Sequence[AdapterComponent], output: Path, options: Co
         )
         notes.append(f"{config.path} is the config of adapter `{adapter.name}`: {describe_adapter(fitted.adapter)}")
         notes += remarks_on_lora_b_layout(config)
-        if is_base_changed(config.values):
+        if peft_modifies_base(config.values):
             said = config.values["init_lora_weights"]
             notes.append(f"training modified the base before the first step ({said}): no other base fits the adapter")
     options.edits.check_renames(saved_names, first.part.path)
@@ -199,7 +199,7 @@ def draft_adapter(
     """Plan the output of one adapter: all tensors under PEFT's `names`, in the one file that PEFT looks for."""
     new_name = options.edits.make_renaming()
     new_names = {name: new_name(names[name]) for name in fitted.adapter.layout.tensors if name in names}
-    layout = edits.rename_tensors(fitted.adapter.layout, new_names)
+    layout = edits.select_and_rename_tensors(fitted.adapter.layout, new_names)
     came_from = fitted.opened.weights.came_from
     made_of = {new: fitted.opened.weights.origins_of([name]) for name, new in new_names.items()}
     layout, casts = apply_dtypes(layout, dtype_rules, made_of, lambda _: True)

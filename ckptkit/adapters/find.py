@@ -17,10 +17,10 @@ from ckptkit.adapters.names import (
     UNUSED,
     WRAPPER,
     Entry,
-    base_model_name,
     find_expert_place,
     find_foreign_matrix_name,
     find_unsupported_method,
+    name_in_base_model,
     name_inside_wrapper,
     parse_tensor_name,
 )
@@ -187,7 +187,7 @@ def find_adapters(layout: Layout) -> Adapted | None:
     adapters = tuple(Adapter(name, layout, own_entries) for name, own_entries in in_order)
     base: dict[str, str] = {}
     for name in rest:
-        own = base_model_name(name)
+        own = name_in_base_model(name)
         if own in base:
             message = f"this tensor and `{base[own]}` are both `{own}` of the base model"
             raise Corrupt(message, path=layout.path, tensor=name)
@@ -205,7 +205,7 @@ def find_full_parameters(names: list[str]) -> tuple[dict[str, Entry], tuple[str,
     saved_names = {name for name, new in own.items() if name == new}
     loaded = {name: new for name, new in own.items() if name == new or new not in saved_names}
     whole = {
-        name: Entry("module", None, base_model_name(new), 0, WRAPPER + name_inside_wrapper(new))
+        name: Entry("module", None, name_in_base_model(new), 0, WRAPPER + name_inside_wrapper(new))
         for name, new in loaded.items()
     }
     return whole, tuple(name for name in names if name not in loaded)

@@ -24,9 +24,9 @@ from ckptkit.errors import Caution, Mismatch, Unsupported, Usage, and_more
 from ckptkit.io.file import read_small
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, edits
-from ckptkit.layout.renames import fold_numbers
+from ckptkit.layout.renames import numbers_to_wildcards
 from ckptkit.layout.wrappers import may_be_adapter
-from ckptkit.models.adapter_config_differences import is_base_changed
+from ckptkit.models.adapter_config_differences import peft_modifies_base
 from ckptkit.models.architectures import find_embedding
 from ckptkit.models.companions import TOKENIZER_LIMIT, find_companions, tokenizer_paths_in
 from ckptkit.models.expected import closest_form_or_error
@@ -64,7 +64,7 @@ def merge_adapters(components: Sequence[Component], options: ConvertOptions) -> 
     asked.require_some_left(names, path)
     names += [name for adapter in adapters for name in adapter.opened.part.layout.names]
     asked.require_matches("--exclude", asked.exclude, names, path)
-    merged = merged.with_dropped(asked.reasons_to_drop(merged.layout.tensors))
+    merged = merged.with_drop_reasons(asked.reasons_to_drop(merged.layout.tensors))
     merged = merged.with_only(set(filter(asked.is_selected, merged.layout.tensors)))
     asked.check_renames(merged.layout.tensors, path)
     merged = merged.with_new_names(asked.make_renaming())
@@ -115,7 +115,7 @@ def open_base_in_checkpoint_or_option(adapter: CheckedAdapter, options: ConvertO
     opened, config = adapter.opened, adapter.config
     if opened.adapted.base:
         names = {name: own for own, name in opened.adapted.base.items()}
-        layout = edits.rename_tensors(opened.weights.layout, names)
+        layout = edits.select_and_rename_tensors(opened.weights.layout, names)
         came_from = {own: opened.weights.came_from[name] for name, own in names.items()}
         weights = replace(opened.weights, layout=layout, came_from=came_from)
         companions = find_companions(opened.part.path, options.base)
@@ -168,8 +168,8 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
         )
         which = f"{f'{weight:g} times ' if options.scales else ''}the adapter of {fitted.path}"
         merged = f"merged {which}: {describe_adapter(fitted.adapter)}, by {fitted.config.path}"
-        gaps = warn_of_skipped_modules(fitted.adapter, fitted.config, names)
-        model = model.with_remarks(*remarks_on_modified_base(fitted, base.part), merged, *gaps)
+        gaps = warn_of_missing_modules(fitted.adapter, fitted.config, names)
+        model = model.with_remarks(*remarks_on_base_identity(fitted, base.part), merged, *gaps)
     check_experts_layout(merging, adapters, options)
     if is_moved:
         merging = translate_updates_to_files(merging, whole)
@@ -201,7 +201,7 @@ def check_experts_layout(merging: Merging, adapters: Sequence[CheckedAdapter], o
         raise Usage("--experts-layout: the adapter has no fused experts", path=adapters[0].path, hint=hint)
 
 
-def remarks_on_modified_base(adapter: CheckedAdapter, base: Component) -> list[str]:
+def remarks_on_base_identity(adapter: CheckedAdapter, base: Component) -> list[str]:
     """Raise `Unsupported` if the adapter's training modified its base and `base` is another checkpoint.
 
     Returns a remark if the base's path does not contain the name in the adapter's config: another model may have the
@@ -210,7 +210,7 @@ def remarks_on_modified_base(adapter: CheckedAdapter, base: Component) -> list[s
     config = adapter.config
     if adapter.path == base.path:
         return []
-    if is_base_changed(config.values):
+    if peft_modifies_base(config.values):
         said = config.values["init_lora_weights"]
         message = f"training modified the base before the first step (`init_lora_weights` is {said})"
         converted = "save the adapter with PEFT's `path_initial_model_for_weight_conversion`"
@@ -221,24 +221,26 @@ def remarks_on_modified_base(adapter: CheckedAdapter, base: Component) -> list[s
     return []
 
 
-def warn_of_skipped_modules(adapter: Adapter, config: AdapterConfig, base: set[str]) -> list[Caution]:
+def warn_of_missing_modules(adapter: Adapter, config: AdapterConfig, base: set[str]) -> list[Caution]:
     """Return a warning for matrices, and for fully trained parameters, that PEFT would have and the adapter lacks.
 
     `base` are the base's tensors under the adapter's names. A module is missing if the base has it, the adapter has the
     module of this name in another layer, and the adapter's config does not exclude it.
     """
     adapted = set(adapter.modules)
-    folded = {fold_numbers(module) for module in adapted}
-    inside = {fold_numbers(entry.module) for entry in adapter.entries.values() if entry.attention_module is not None}
+    folded = {numbers_to_wildcards(module) for module in adapted}
+    inside = {
+        numbers_to_wildcards(entry.module) for entry in adapter.entries.values() if entry.attention_module is not None
+    }
 
     def target_of(module: str) -> str:
         """Return the module that has to be a target: the `nn.MultiheadAttention` of an `out_proj`, else the module."""
         above = module.rpartition(".")[0]
-        return above if fold_numbers(module) in inside and f"{above}.in_proj_weight" in base else module
+        return above if numbers_to_wildcards(module) in inside and f"{above}.in_proj_weight" in base else module
 
     in_base = {name.rpartition(".")[0] for name in base}
     missing = sorted(
-        (own for own in in_base - adapted if fold_numbers(own) in folded and config.is_target(target_of(own))),
+        (own for own in in_base - adapted if numbers_to_wildcards(own) in folded and config.is_target(target_of(own))),
         key=natural_sort_key,
     )
     matrices = f"the adapter has no matrices for {count(len(missing), 'module')} that it changes in other layers"
@@ -275,7 +277,7 @@ def keep_or_break_ties(model: Model, merging: Merging, base: Layout, adapters: S
         for target, source in tied.items()
         if {target, source} & changed
         and not (is_kept and source in changed)
-        and not merging.have_same_rows(target, source)
+        and not merging.have_same_changed_rows(target, source)
     }
     # without the config's tie, only the ties of the model's class remain
     unbound = {**config, _TIE: False}
@@ -296,7 +298,7 @@ def keep_or_break_ties(model: Model, merging: Merging, base: Layout, adapters: S
         f"{one} changes with {tied[one]}, because this model type stores both as one tensor"
         for one in sorted(untied & tied_by_class)
     ]
-    model = model.with_merged_duplicates(left_out).with_only(layout.tensors.keys() - left_out).with_remarks(*notes)
+    model = model.with_record_of_duplicates(left_out).with_only(layout.tensors.keys() - left_out).with_remarks(*notes)
     return model.with_config(unbound) if untied_by_config else model
 
 

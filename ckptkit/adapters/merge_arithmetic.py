@@ -154,7 +154,7 @@ class Merging:
             own, kind = self.find_parameter_and_product(source, update)
         dtype = working_dtype(self.tensors[own].spec.dtype)
         a, b = (Operand(source.number, name, dtype) for name in (update.a, update.b))
-        scaling = source.config.scaling_of(self.lookup_name(source, update, own)) * source.weight
+        scaling = source.config.scaling_of(self.peft_lookup_name(source, update, own)) * source.weight
         product = kind(a, b, source.shape_of_tensor(update.a), source.shape_of_tensor(update.b), scaling)
         self.require_float_base(own, source, update.a)
         if update.magnitude is None:
@@ -169,7 +169,7 @@ class Merging:
             dtype = working_dtype(self.tensors[bias].spec.dtype)
             self.steps[bias].append(ScaledAddition(Operand(source.number, update.bias, dtype), product.scaling))
 
-    def lookup_name(self, source: AdapterSource, update: WeightUpdate, own: str) -> str:
+    def peft_lookup_name(self, source: AdapterSource, update: WeightUpdate, own: str) -> str:
         """Return the name by which PEFT looks up rank and alpha: `own` if that is a target, else the module's name."""
         if own in source.config.target_parameters_of(update.module):
             return own
@@ -209,7 +209,7 @@ class Merging:
             raise source.mismatch_error(
                 f"expected a matrix as `{own}` of the base, found shape {list(shape)}", update.a
             )
-        rank = source.config.rank_of(self.lookup_name(source, update, own))
+        rank = source.config.rank_of(self.peft_lookup_name(source, update, own))
         if a[0] != rank:
             raise wrong_rank_error(source.adapter, source.config, update, [rank], a[0])
         is_plain = (b[0], *a[1:]) == shape and not update.is_embedding
@@ -279,7 +279,7 @@ class Merging:
             shape = tensor.spec.shape
             if own.rpartition(".")[0] != update.module or (wanted and own not in wanted):
                 continue
-            rank = source.config.rank_of(self.lookup_name(source, update, own))
+            rank = source.config.rank_of(self.peft_lookup_name(source, update, own))
             if len(shape) == 2 and (a, b) == ((rank, shape[1]), (shape[0], rank)):
                 yield own, LinearProduct
             elif len(shape) == 3 and a[0] == b[1] == rank * shape[0]:
@@ -354,7 +354,7 @@ class Merging:
     def changed_tensors(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.begins, *(name for name, steps in self.steps.items() if steps))))
 
-    def have_same_rows(self, name: str, source: str) -> bool:
+    def have_same_changed_rows(self, name: str, source: str) -> bool:
         """Return whether `source` was changed only by rows, and `name` by the same rows or not at all."""
         rows, others = ([getattr(step, "indices", None) for step in self.steps.get(one, [])] for one in (source, name))
         is_by_rows = bool(rows) and None not in rows and not {name, source} & self.begins.keys()

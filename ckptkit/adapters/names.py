@@ -98,7 +98,7 @@ class Entry(NamedTuple):
         has an `in_proj_weight` in the base. Source: `MultiheadAttention` in peft/tuners/lora/layer.py.
         """
         match = _INSIDE_ATTENTION.fullmatch(self.saved)
-        return base_model_name(match["attention"]) if match else None
+        return name_in_base_model(match["attention"]) if match else None
 
 
 class ExpertPlace(NamedTuple):
@@ -130,10 +130,10 @@ def parse_tensor_name(name: str) -> Entry | None:
         module = match["module"]
         if kind == "module":
             return Entry(
-                kind, match["adapter"], f"{base_model_name(module)}.{match['leaf']}", 0, f"{module}.{match['leaf']}"
+                kind, match["adapter"], f"{name_in_base_model(module)}.{match['leaf']}", 0, f"{module}.{match['leaf']}"
             )
         depth = module.count(".base_layer") if kind in ("A", "B") else 0
-        return Entry(kind, match["adapter"], base_model_name(module), depth, f"{module}.{_SAVED_NAMES[kind]}")
+        return Entry(kind, match["adapter"], name_in_base_model(module), depth, f"{module}.{_SAVED_NAMES[kind]}")
     return None
 
 
@@ -141,7 +141,7 @@ def name_inside_wrapper(name: str) -> str:
     return name.rpartition(WRAPPER)[2]
 
 
-def base_model_name(name: str) -> str:
+def name_in_base_model(name: str) -> str:
     """Return the base model's name of a parameter or module inside PEFT's wrappers."""
     return ".".join(part for part in name_inside_wrapper(name).split(".") if part not in _WRAPPERS)
 

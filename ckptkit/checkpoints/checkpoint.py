@@ -338,7 +338,7 @@ class Checkpoint:
                 unread.append(f"{component.path.name}: {error.message}")
         return replace(self, components=tuple(kept)), tuple(unread)
 
-    def with_low_precision_copies(self) -> Checkpoint:
+    def with_low_precision_as_weights(self) -> Checkpoint:
         """Return the checkpoint with the low-precision copies in place of the tensors that have one.
 
         Raises `Mismatch` if there are none.
@@ -498,7 +498,9 @@ def candidate_paths_in_run(root: Path) -> list[Path]:
 def sorted_checkpoints_with_step(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints whose name has a step, in the order of steps."""
     named = [checkpoint for checkpoint in checkpoints if checkpoint.step_in_name is not None]
-    return sorted(named, key=lambda checkpoint: trainers.run_sort_key(checkpoint.step_in_name or 0, checkpoint.name))
+    return sorted(
+        named, key=lambda checkpoint: trainers.checkpoint_sort_key(checkpoint.step_in_name or 0, checkpoint.name)
+    )
 
 
 def all_checkpoints_in_run(root: Path) -> list[Checkpoint]:

@@ -33,11 +33,11 @@ from ckptkit.layout.box import full_box
 from ckptkit.layout.wrappers import is_flat_parameter_name
 from ckptkit.models.names.weights import Weights, find_weights, may_have_weights
 from ckptkit.trainers import (
-    find_completion_marker,
     find_step_of_path,
     find_step_of_path_or_parent,
     is_exported,
-    is_other_component_name,
+    is_non_model_component_name,
+    required_completion_marker,
     unfinished_names,
     who_wrote,
 )
@@ -70,7 +70,7 @@ class Component:
 
     @property
     def is_model(self) -> bool:
-        return self.under is None and not is_other_component_name(Path(self.place).name or self.path.name)
+        return self.under is None and not is_non_model_component_name(Path(self.place).name or self.path.name)
 
     @property
     def may_have_weights(self) -> bool:
@@ -120,7 +120,7 @@ class Component:
                 from ckptkit.engine.check_sources import verify_mostly_checksummed_files
 
                 verify_mostly_checksummed_files(layout)
-        return edits.with_low_precision_copies(layout) if self.takes_twins else layout
+        return edits.with_low_precision_as_weights(layout) if self.takes_twins else layout
 
     @cached_property
     def weights(self) -> Weights:
@@ -174,7 +174,7 @@ class Component:
     @cached_property
     def layout_relative_to_checkpoint(self) -> Layout:
         """Return its layout with file names relative to the checkpoint's directory."""
-        return edits.with_paths_below(self.layout, self.folder)
+        return edits.prepend_directory_to_paths(self.layout, self.folder)
 
     @property
     def folder(self) -> str:
@@ -193,7 +193,7 @@ def find_unfinished_error(path: Path, *, is_component: bool = False) -> Incomple
     A component inside a checkpoint's directory obeys the markers of both directories. `is_component` says that `path`
     is such a component if its parent's name has no step.
     """
-    if path.is_dir() and (marker := find_completion_marker(path)) and marker not in names_in(path):
+    if path.is_dir() and (marker := required_completion_marker(path)) and marker not in names_in(path):
         message = f"unfinished: expected the file `{marker}`, found none"
         return Incomplete(message, path=path, hint=_UNFINISHED)
     is_inside = is_component or (find_step_of_path(path) is None and find_step_of_path_or_parent(path) is not None)
@@ -259,6 +259,6 @@ def join_layouts(root: Path, components: Sequence[Component], layouts: Sequence[
         is_bare = component is components[0] and all(len(layout.key(name)) == 1 for name in layout.names)
         above = (MODEL,) if is_bare and any(other.under for other in components) else ()
         keys = {names[name]: (*above, *layout.key(name)) for name in layout.names}
-        named.append(edits.with_renamed_entries(layout, names, keys))
+        named.append(edits.select_and_rename_entries(layout, names, keys))
         used_names.update(names.values())
     return edits.join_disjoint_layouts(root, named)

@@ -76,7 +76,7 @@ def find_components(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ...]
     reader = None if is_run(path) else detect_format(path)
     if has_unsupported_files(path, reader):
         return (), ()
-    if reader is None or is_stray_file(path, reader):
+    if reader is None or has_only_stray_files(path, reader):
         return components_inside(path)
     components, strange = with_components_beside(Component("", path, reader))
     return tuple(components), tuple(strange)
@@ -90,7 +90,7 @@ def is_run(path: Path) -> bool:
     """
     if not path.is_dir() or find_step_of_path(path) is not None:
         return False
-    names = [name for name in names_in(path) if not trainers.is_beside_file_with_step(name)]
+    names = [name for name in names_in(path) if not trainers.is_step_file_beside_model(name)]
     has_steps = any(
         name.endswith(ONE_FILE) and find_step_of_path(Path(name_without_suffixes(name))) is not None for name in names
     )
@@ -144,7 +144,7 @@ def components_in_subdirectory(subdirectory: Path) -> tuple[list[Component], lis
         if len(states) > 1:
             return states, []
         return with_components_beside(Component(subdirectory.name, subdirectory, reader))
-    names = names_in(subdirectory) if trainers.is_other_component_name(subdirectory.name) else []
+    names = names_in(subdirectory) if trainers.is_non_model_component_name(subdirectory.name) else []
     if len(names) != 1:
         return [], []
     only = subdirectory / names[0]
@@ -199,12 +199,12 @@ def components_inside(path: Path) -> tuple[tuple[Component, ...], tuple[Path, ..
     return tuple(sorted(components, key=lambda component: not component.is_model)), tuple(strange)
 
 
-def is_stray_file(path: Path, reader: FormatReader) -> bool:
+def has_only_stray_files(path: Path, reader: FormatReader) -> bool:
     """Return whether the files that a format recognizes are stray files beside subdirectories with the model."""
     if not lacks_main_file(path, reader):
         return False
     names = [folder.name for folder in list_directories(path)]
-    has_components = MODEL in names or any(map(trainers.is_other_component_name, names))
+    has_components = MODEL in names or any(map(trainers.is_non_model_component_name, names))
     return has_components and any(component.is_model for component in components_inside(path)[0])
 
 
@@ -329,7 +329,7 @@ def unused_files(
         if path.name in trainers.module_change_directories() and is_unused:
             yield LeftBehind(path, CHANGES, name)
         elif path in components and path.is_dir() and is_unused:
-            yield LeftBehind(path, TRAINING if trainers.is_other_component_name(path.name) else WEIGHTS, name)
+            yield LeftBehind(path, TRAINING if trainers.is_non_model_component_name(path.name) else WEIGHTS, name)
         elif trainers.is_copied_unchanged(path.name, names) and is_unused:
             yield LeftBehind(path, TRAINING, name)
         elif (

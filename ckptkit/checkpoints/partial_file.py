@@ -126,14 +126,14 @@ def why_maybe_partial_file(checkpoint: Checkpoint) -> str | None:
     is_first = not series and _RANK_0.fullmatch(name_without_suffixes(file.name)) is not None
     if may_have_rank_or_part_number(file.name) or is_first or reader.rank_of(file.name) is not None:
         why = "the file name contains a rank number"
-    elif series and all(has_same_tensors(checkpoint, file.parent / name) for name in (series[0], series[-1])):
+    elif series and all(has_same_tensors_and_step(checkpoint, file.parent / name) for name in (series[0], series[-1])):
         why = f"{names_and_more(series, _NAMES_SHOWN)} have the same tensors and shapes"
     else:
         return None
     return f"{why}, and nothing shows whether this file has the full model or only a part"
 
 
-def has_same_tensors(checkpoint: Checkpoint, path: Path) -> bool:
+def has_same_tensors_and_step(checkpoint: Checkpoint, path: Path) -> bool:
     """Return whether another file has the same tensor names and shapes, and no recorded step that differs."""
     other = Checkpoint.at(path)
     if readable_shapes_of(other) != checkpoint.model_component.layout.shapes:

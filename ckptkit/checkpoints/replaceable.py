@@ -132,10 +132,10 @@ def marker_files_in_store(
     If other files stay, as in a repository, these are all files of the checkpoint. Raises `Occupied` if `dst` may not
     be replaced; see `check_replaceable`.
     """
-    from ckptkit.io.destination import is_keeping_other_files
+    from ckptkit.io.destination import allows_other_files
 
     drop_cached_listing(dst)
-    if is_keeping_other_files(dst):
+    if allows_other_files(dst):
         return checkpoint_and_manifest_files(dst)
     check_replaceable(dst, output_files, output_is_training=output_is_training)
     markers = []
@@ -218,7 +218,7 @@ def unknown_paths_in(
         if path in known_files or is_known(path, names):
             continue
         is_of_trainer = (
-            trainers.is_other_component_name(name)
+            trainers.is_non_model_component_name(name)
             or trainers.is_whole(name)
             or name in trainers.companion_directories()
         )

@@ -55,7 +55,7 @@ def find_differing_copies(layout: Layout, report: Report, *, with_bytes: bool = 
         one, other = (side.tensors[label].chunks[0] for side in (ours, theirs))
         if not (one.where is None is other.where):
             continue
-        is_equal = have_equal_sums(one, other)
+        is_equal = have_equal_checksums(one, other)
         if is_equal is None:
             unknown.append(label)
         elif not is_equal:
@@ -77,7 +77,7 @@ def chunks_as_tensors(layout: Layout, chunks: dict[str, Chunk]) -> Layout:
     return replace(layout, tensors=tensors, blobs={}, keys={}, twins={}, spares={})
 
 
-def have_equal_sums(one: Chunk, other: Chunk) -> bool | None:
+def have_equal_checksums(one: Chunk, other: Chunk) -> bool | None:
     """Return whether two located chunks are equal by their CRC-32; None if the checksums cannot decide it."""
     if None in (one.crc32, other.crc32):
         return None

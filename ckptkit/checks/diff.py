@@ -14,7 +14,7 @@ from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.checkpoints.optimizers.keys import IDS, NAMES, find_parameter_key_kind
 from ckptkit.checkpoints.optimizers.parameter_names import ORDER, read_optimizer_order
-from ckptkit.checks.differences import Diff, Difference, Reason, differing_entries
+from ckptkit.checks.differences import Diff, Difference, Reason, differing_non_tensor_entries
 from ckptkit.engine.compare import Comparison, compare_layouts, row_major_checksums
 from ckptkit.engine.distance import Tolerance
 from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
@@ -27,7 +27,7 @@ from ckptkit.models.companions import CONFIG
 from ckptkit.state.match_checkpoints import (
     Side,
     pair_components,
-    rename_sides,
+    rename_parameters_in_sides,
     with_comparable_names,
     with_hub_names_on_both,
 )
@@ -80,7 +80,7 @@ def diff(
         raise Usage(message, hint=f"drop {ORDER}")
     named = NameOptions.of(map, rename, base, allow_unmatched=allow_unmatched)
     found_parts, remarks = pair_components(one, two, order)
-    renamed = rename_sides([ours for ours, _ in found_parts], named)
+    renamed = rename_parameters_in_sides([ours for ours, _ in found_parts], named)
     pairs_of_parts = zip(renamed, (theirs for _, theirs in found_parts), strict=True)
     pairs = [with_comparable_names(*with_hub_names_on_both(one, two, pair, named)) for pair in pairs_of_parts]
     notes = [*remarks, *(remark for pair in pairs for side in pair for remark in side.remarks)]
@@ -119,7 +119,7 @@ def compare_tensors_with_source(
     terms = CompareOptions(allow_cast=allow_cast, is_conversion=True)
     diffs: dict[Path, Diff] = {}
     pairs, shared = pair_components(output, source)
-    renamed = rename_sides([theirs for _, theirs in pairs], named)
+    renamed = rename_parameters_in_sides([theirs for _, theirs in pairs], named)
     for (ours_before, _), theirs_renamed in zip(pairs, renamed, strict=True):
         ours, theirs = with_comparable_names(
             *with_hub_names_on_both(output, source, (ours_before, theirs_renamed), named)
@@ -185,7 +185,7 @@ def diff_components(
             different.append(Difference(name, reason, one, two, distance, is_weight=name in ours.weights))
     shared = a.blobs.keys() & b.blobs.keys()
     blobs = (edits.select_entries(replace(layout, tensors={}), shared.__contains__) for layout in (a, b))
-    entries, uncompared = differing_entries(*blobs)
+    entries, uncompared = differing_non_tensor_entries(*blobs)
     different += [Difference(name, "entry", values=values) for name, values in entries.items()]
     compared = [spec for name, spec in a.specs.items() if has_comparable_values(name, a, b)]
     return Diff(

@@ -17,15 +17,15 @@ from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import full_box
 from ckptkit.layout.dtypes import DTYPES
-from ckptkit.layout.renames import fold_numbers
+from ckptkit.layout.renames import numbers_to_wildcards
 from ckptkit.models.config_differences import ConfigDifference, describe_differences
-from ckptkit.summary import Summarized, first_lines_and_rest
+from ckptkit.summary import Summarized, first_lines_and_more
 from ckptkit.words import count, format_bytes
 
 Scalar = str | int | float | bytes | bool | None
 
 
-def differing_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Scalar] | None], list[str]]:
+def differing_non_tensor_entries(a: Layout, b: Layout) -> tuple[dict[str, tuple[Scalar, Scalar] | None], list[str]]:
     """Return the entries that differ, with both values if these are scalars, and remarks on entries not compared."""
     remarks = []
     a, b = (locate_all_chunks(replace(layout, tensors={})) for layout in (a, b))
@@ -95,7 +95,7 @@ class Kind:
         distance = self.difference.distance
         if distance is not None and other.distance is not None:
             distance = replace(distance.merge(other.distance), first=None)
-        return Kind(replace(self.difference, name=fold_numbers(other.name), distance=distance), self.count + 1)
+        return Kind(replace(self.difference, name=numbers_to_wildcards(other.name), distance=distance), self.count + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Diff(Summarized):
         for difference in self.different:
             has_nan = difference.distance is not None and difference.distance.strange > 0
             key = (
-                difference.name if has_nan else fold_numbers(difference.name),
+                difference.name if has_nan else numbers_to_wildcards(difference.name),
                 difference.reason,
                 difference.a,
                 difference.b,
@@ -155,7 +155,7 @@ class Diff(Summarized):
 
     def summary(self) -> Iterator[str]:
         yield f"{self.a} and {self.b}: {conclusion_line(self)}"
-        yield from first_lines_and_rest((f"{one.name}: {one.reason}" for one in self.different), len(self.different))
+        yield from first_lines_and_more((f"{one.name}: {one.reason}" for one in self.different), len(self.different))
 
     def merge(self, other: Diff) -> Diff:
         """Return the combined result for two components of the same checkpoints."""

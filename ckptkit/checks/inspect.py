@@ -94,11 +94,13 @@ def find_ties(
     step.
     """
     stored = {name: tensor for name, tensor in layout.tensors.items() if tensor.spec.nbytes and tensor.spec.shape}
-    alike = group_tensors_by_key(stored, lambda tensor: (tensor.spec, chunk_identity(tensor.chunks[0])))
+    alike = tensor_groups_with_shared_key(stored, lambda tensor: (tensor.spec, chunk_identity(tensor.chunks[0])))
     ties = [
         tuple(tie)
         for group_members in alike
-        for tie in group_tensors_by_key(group_members, lambda tensor: tuple(map(chunk_identity, tensor.chunks)))
+        for tie in tensor_groups_with_shared_key(
+            group_members, lambda tensor: tuple(map(chunk_identity, tensor.chunks))
+        )
     ]
     is_tied = config is not None and has_tied_head(config)
     embedding = find_embedding(weights) if is_tied else None
@@ -129,7 +131,7 @@ def find_reason_not_equal(layout: Layout, name: str, other: str) -> str | None:
     return None
 
 
-def group_tensors_by_key(
+def tensor_groups_with_shared_key(
     tensors: Mapping[str, StoredTensor], key: Callable[[StoredTensor], Hashable]
 ) -> list[dict[str, StoredTensor]]:
     """Return the groups of tensors that share a key; tensors with a unique key are left out."""

@@ -18,13 +18,13 @@ from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.dtypes import DTYPES
 from ckptkit.layout.plan import Operand, Recipe
-from ckptkit.layout.renames import fold_numbers
+from ckptkit.layout.renames import numbers_to_wildcards
 from ckptkit.models.companions import find_model_config
 from ckptkit.state.match_checkpoints import Side, with_model_names
 from ckptkit.state.quantized.dequantize import dequantizing_recipe_of
 from ckptkit.state.quantized.find import Quantized, find_quantized
 from ckptkit.state.quantized.packed import dequantized_name
-from ckptkit.summary import Summarized, first_lines_and_rest
+from ckptkit.summary import Summarized, first_lines_and_more
 from ckptkit.words import command_line, count, per_cent
 
 _FLOAT32 = DTYPES["float32"]
@@ -92,7 +92,10 @@ class Movement:
     def merge(self, other: Movement) -> Movement:
         """Return both as one, under a name without the layer number. `other` must have changed less."""
         return Movement(
-            fold_numbers(self.name), self.distance.merge(other.distance), self.tensors + other.tensors, self.peak
+            numbers_to_wildcards(self.name),
+            self.distance.merge(other.distance),
+            self.tensors + other.tensors,
+            self.peak,
         )
 
 
@@ -109,14 +112,14 @@ class Moved(Summarized):
         whole, kinds = self.whole, self.by_kind
         how_far = f"change {whole.change:.3g}, {per_cent(whole.equal)} equal"
         yield f"{self.a} to {self.b}: all of {count(whole.tensors, 'tensor')} together: {how_far}"
-        yield from first_lines_and_rest((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
+        yield from first_lines_and_more((f"{kind.name}: change {kind.change:.3g}" for kind in kinds), len(kinds))
 
     @property
     def by_kind(self) -> tuple[Movement, ...]:
         """The changes, merged if only the layer number differs: `layers.*.mlp.up_proj.weight`."""
         kinds: dict[str, Movement] = {}
         for movement in self.tensors:
-            kind = fold_numbers(movement.name)
+            kind = numbers_to_wildcards(movement.name)
             kinds[kind] = kinds[kind].merge(movement) if kind in kinds else movement
         return sort_by_change(kinds.values())
 

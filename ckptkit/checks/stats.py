@@ -32,7 +32,7 @@ from ckptkit.summary import Summarized
 _STATE, _STEP = "state", "step"
 
 
-def find_counter_tensors(layout: Layout) -> set[str]:
+def find_tensors_outside_totals(layout: Layout) -> set[str]:
     """Return the names of the tensors that are neither parameters nor optimizer states of the same size.
 
     These are steps of optimizers, single numbers beside a model, such as a learning rate, single integers in a model,
@@ -159,7 +159,7 @@ def stats(
     if not layout.tensors and (include or exclude):
         raise Usage("no tensor is left to measure", path=checkpoint.path, hint="check --include and --exclude")
     counts = count_values_by_tensor(layout, jobs=jobs, progress=make_progress_reporter(progress, layout.nbytes))
-    counters = find_counter_tensors(whole)
+    counters = find_tensors_outside_totals(whole)
     specs = layout.specs.items()
     tensors = tuple(TensorStats.of(name, spec, counts[name], in_total=name not in counters) for name, spec in specs)
     return Stats(checkpoint.path, layout.format, tensors)

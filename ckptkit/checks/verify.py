@@ -64,7 +64,7 @@ from ckptkit.io.progress import BytesDone, Progress, make_progress_reporter
 from ckptkit.layout import Blob, Chunk, Extent, FileOffset, Layout
 from ckptkit.models.config_differences import describe_differences
 from ckptkit.state.names import NameOptions
-from ckptkit.summary import Summarized, first_lines_and_rest
+from ckptkit.summary import Summarized, first_lines_and_more
 from ckptkit.words import count, format_bytes
 
 _NAMES_SHOWN = 3  # lost tensors in a message
@@ -125,7 +125,7 @@ class Verified(Summarized):
         checked, unchecked = format_bytes(self.checked_bytes), format_bytes(self.unchecked_bytes)
         yield f"{self.path}: {verdict}; {checked} checked, {unchecked} without a checksum"
         yield from [self.loss] if self.loss else []
-        yield from first_lines_and_rest((problem.line for problem in self.problems), len(self.problems))
+        yield from first_lines_and_more((problem.line for problem in self.problems), len(self.problems))
 
 
 def require_no_problems(verified: Verified, hint: str) -> None:

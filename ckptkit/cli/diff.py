@@ -108,7 +108,7 @@ def report(result: Diff, *, every: bool) -> None:
     most = None if every else _ROWS
     kinds = [Kind(difference, 1) for difference in result.different] if every else result.by_kind
     print_differences_without_size("another shape", [kind for kind in kinds if kind.difference.reason == "shape"], most)
-    print_differences_by_size([kind for kind in kinds if kind.difference.distance], most)
+    print_differences_with_size([kind for kind in kinds if kind.difference.distance], most)
     others = [kind for kind in kinds if not kind.difference.distance and kind.difference.reason != "shape"]
     print_differences_without_size("entries with another value or dtype", others, most)
     for side, path, names in (("A", result.a, result.only_in_a), ("B", result.b, result.only_in_b)):
@@ -128,7 +128,7 @@ def report(result: Diff, *, every: bool) -> None:
         print_note(f"hint: {command_line('stats', result.a, result.b)} shows which parameters moved most")
 
 
-def print_differences_by_size(kinds: Sequence[Kind], max_rows: int | None) -> None:
+def print_differences_with_size(kinds: Sequence[Kind], max_rows: int | None) -> None:
     """Print a table of differences with their sizes. A change of dtype common to all stands in the header."""
     if not kinds:
         return
@@ -172,11 +172,13 @@ def describe_change(difference: Difference) -> str:
 
 def fold_layer_names(names: Sequence[str]) -> list[str]:
     """Return names, with one line for all names that differ only in the layer number."""
-    from ckptkit.layout.renames import fold_numbers
+    from ckptkit.layout.renames import numbers_to_wildcards
 
-    counts = Counter(map(fold_numbers, names))
+    counts = Counter(map(numbers_to_wildcards, names))
     lines = (
-        with_repeat_count(fold_numbers(name), counts[fold_numbers(name)]) if counts[fold_numbers(name)] > 1 else name
+        with_repeat_count(numbers_to_wildcards(name), counts[numbers_to_wildcards(name)])
+        if counts[numbers_to_wildcards(name)] > 1
+        else name
         for name in names
     )
     return list(dict.fromkeys(lines))

@@ -104,12 +104,12 @@ def report(listing: Listing, run: Path) -> None:
     print_hints(listing, run, hidden)
 
 
-def print_hints(listing: Listing, run: Path, hidden: Sequence[str]) -> None:
+def print_hints(listing: Listing, run: Path, omitted_columns: Sequence[str]) -> None:
     """Print notes about facts that the table does not show, and hints about the next commands."""
     if listing.tracker:
         print_note(f"note: {listing.tracker}")
-    if hidden:
-        print_note(f"note: also measured: {', '.join(hidden)}; --json has all")
+    if omitted_columns:
+        print_note(f"note: also measured: {', '.join(omitted_columns)}; --json has all")
     if listing.root != run:
         print_note(f"note: this is one checkpoint: {command_line('inspect', run)} shows what is in it")
     for inside in listing.runs:

@@ -48,7 +48,7 @@ def with_options(
     With `overrides_file` the options override settings of a file: an option that is not given is None, and each flag
     also has a `--no-` form.
     """
-    make = override_option if overrides_file else option_of_setting
+    make = option_overriding_file if overrides_file else option_of_setting
     options = [make(name, setting) for name, setting in settings.items() if name not in set(leave_out)]
 
     def change(command: Command) -> Command:
@@ -123,7 +123,7 @@ def typer_option_of(setting: Setting, **more: Any) -> Any:
     return typer.Option(help=setting.text, metavar=setting.placeholder, min=setting.least, **more)
 
 
-def override_option(name: str, setting: Setting) -> inspect.Parameter:
+def option_overriding_file(name: str, setting: Setting) -> inspect.Parameter:
     """Return the option of a setting that overrides a file. Its default is None; the help shows the setting's."""
     shown = ("yes" if setting.default else "no") if isinstance(setting.default, bool) else setting.default
     text = setting.text if setting.default in (MISSING, None, ()) else f"{setting.text} [{shown}]"

@@ -47,7 +47,7 @@ def reserve_stdout() -> None:
 
 
 @cache
-def current_directory() -> str:
+def directory_prefix_to_omit() -> str:
     """Return the current directory with a slash; "" if it was deleted, or the user typed a path that starts with it."""
     try:
         directory = f"{os.getcwd()}/"
@@ -58,7 +58,7 @@ def current_directory() -> str:
 
 def as_printable(text: str) -> str:
     """Return text for a terminal: paths are relative as the user typed them, and control characters are escaped."""
-    directory = current_directory()
+    directory = directory_prefix_to_omit()
     return escape_control_characters(text.replace(directory, "") if len(directory) > 1 else text)
 
 

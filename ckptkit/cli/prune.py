@@ -122,7 +122,7 @@ def prune_and_print_uploads(run: Path, age: str, *, yes: bool, json: bool) -> No
     done = run_it(run, older=older, yes=yes)
     if json:
         result = {"root": done.root, "older": older, "aborted": done.aborted, "freed_bytes": done.freed_bytes}
-        stale, keep = list(map(upload_json, done.stale)), list(map(upload_json, done.keep))
+        stale, keep = list(map(open_upload_json, done.stale)), list(map(open_upload_json, done.keep))
         print_json({**result, "stale": stale, "keep": keep})
         return
     verdict = "aborted" if done.aborted else "abort"
@@ -141,7 +141,7 @@ def prune_and_print_uploads(run: Path, age: str, *, yes: bool, json: bool) -> No
         print_note("hint: the same with --yes does it")
 
 
-def upload_json(upload: OpenUpload) -> dict[str, Any]:
+def open_upload_json(upload: OpenUpload) -> dict[str, Any]:
     fields = pick(upload, "path", "started", "host", "idle_seconds", "sent_bytes", "whole_bytes")
     return {**fields, "claimed": upload.claim is not None, "files": [part.key for part in upload.files]}
 

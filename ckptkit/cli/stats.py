@@ -70,16 +70,16 @@ def stats(
     if json:
         counted = [
             {"name": tensor.name, "dtype": tensor.spec.dtype.name, "shape": tensor.spec.shape}
-            | count_json(tensor)
+            | statistics_json(tensor)
             | {"in_total": tensor.in_total}
             for tensor in result.tensors
         ]
-        print_json({**pick(result, "path", "format"), "total": count_json(result.total), "tensors": counted})
+        print_json({**pick(result, "path", "format"), "total": statistics_json(result.total), "tensors": counted})
     else:
         report(path, result, each=tensors)
 
 
-def count_json(counted: Count) -> dict[str, Any]:
+def statistics_json(counted: Count) -> dict[str, Any]:
     """Return statistics as JSON; mean and deviation are null without finite numbers."""
     moments = counted.moments
     return {

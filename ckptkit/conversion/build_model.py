@@ -45,7 +45,7 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
             model = copy_from_base(model, options)
         if options.is_for_hub:
             model = fit_tensors_to_config(model, options)
-            model = with_notes_on_base(model, options)
+            model = compare_base_and_correct_mtp(model, options)
         if not options.writer.is_model_only:
             model = restore_key_paths(model, options)
     if options.dtype:
@@ -117,7 +117,7 @@ def may_need_renaming(model: Model, options: ConvertOptions) -> bool:
     return is_asked or not (options.is_for_hub and is_plain_llama(model))
 
 
-def with_notes_on_base(model: Model, options: ConvertOptions) -> Model:
+def compare_base_and_correct_mtp(model: Model, options: ConvertOptions) -> Model:
     """Add notes on differences from the base, and correct the number of predictor layers in config.json."""
     # with --text-only, the base has the names of the larger model
     if (options.base or model.config.get("_name_or_path")) and not options.text_only:

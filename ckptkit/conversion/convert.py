@@ -25,9 +25,9 @@ from ckptkit.entry_points import import_object
 from ckptkit.errors import Caution, Corrupt, IOFailure, Mismatch, Unsafe, Unsupported, Usage
 from ckptkit.formats import find_format_of_file_name, writable_formats
 from ckptkit.io.crc32 import RESTORE, crc32
-from ckptkit.io.destination import is_keeping_other_files, to_destination
+from ckptkit.io.destination import allows_other_files, to_destination
 from ckptkit.io.file import is_existing_path, read_small
-from ckptkit.io.path import is_remote, path_beside, remarks_on_hub_id, to_path
+from ckptkit.io.path import is_remote, local_path_beside, remarks_if_taken_from_hub, to_path
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.layout.wrappers import may_be_adapter
 from ckptkit.models.companions import TOKENIZER_LIMIT, directories_to_search
@@ -134,7 +134,7 @@ def reshard(
         asked = replace(asked, to=formats.pop())
     if dst is None:  # in the current directory if the source is remote
         path = source.path if source.path.name not in ("", "..") else source.path.resolve()
-        dst = path_beside(path, f"{path.name}-to{to}")
+        dst = local_path_beside(path, f"{path.name}-to{to}")
     return run_conversion([source], dst, asked)
 
 
@@ -194,7 +194,7 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
     named = filter(None, (options.base, *(rule.partition(LIKE)[2] for rule in options.dtype)))
     for path in map(to_path, named):
         # a model id is not a path, and a repository on the Hub keeps its earlier commits
-        if not is_keeping_other_files(path) and path.exists():
+        if not allows_other_files(path) and path.exists():
             require_outside_destination(path, dst)
     require_free_or_replaceable(dst, overwrite=options.overwrite, is_file=dst.suffix in writer.suffixes)
     if options.salvage:
@@ -219,7 +219,7 @@ def plan_conversion(sources: Sequence[Source], dst: Path, options: ConvertOption
     hint = "pass --base MODEL to compare its shapes with a config.json"
     doubts = [] if is_known else [(one.path, doubt) for one in checkpoints if (doubt := why_maybe_partial_file(one))]
     cautions = (Caution(f"{path}: {doubt}; {hint}") for path, doubt in doubts)
-    return conversion.with_notes(*cautions, *remarks_on_hub_id(options.base))
+    return conversion.with_notes(*cautions, *remarks_if_taken_from_hub(options.base))
 
 
 def warn_of_changed_files(conversion: Conversion, checkpoints: Sequence[Checkpoint]) -> Iterator[Caution]:
@@ -274,16 +274,16 @@ def draft_salvage(
     checkpoint: Checkpoint, dst: Path, options: ConvertOptions, survey: SurveyFunction | None = None
 ) -> Conversion:
     """Plan the output of the undamaged tensors. By default, `survey` reads every byte to find the damage."""
-    from ckptkit.conversion.salvaging.salvage import survey_and_repair
+    from ckptkit.conversion.salvaging.salvage import survey_repair_and_fill
 
-    salvaged = survey_and_repair(checkpoint, dst, options, survey)
+    salvaged = survey_repair_and_fill(checkpoint, dst, options, survey)
     return salvaged.with_account_of_lost_tensors(draft_conversion([salvaged.checkpoint], dst, options))
 
 
 def draft_conversion(checkpoints: Sequence[Checkpoint], dst: Path, options: ConvertOptions) -> Conversion:
     """Plan the conversion of opened checkpoints: all components of one, or only the model or the adapters."""
     if options.weights_from == MODULE:
-        checkpoints = [checkpoint.with_low_precision_copies() for checkpoint in checkpoints]
+        checkpoints = [checkpoint.with_low_precision_as_weights() for checkpoint in checkpoints]
     if options.weights_from == MASTER:
         from ckptkit.state.master_weights import with_master_weights
 

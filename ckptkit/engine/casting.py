@@ -38,7 +38,7 @@ def cast_into(values: Array, src: DType, dst: DType, out: Array) -> None:
     widen, scratch = widener(src), np.empty(min(_PART, len(values)), np.uint32)
     for part in parts:
         wide = widen(values[part])
-        is_small = are_representable(wide, dst)
+        is_small = are_known_to_stay_finite(wide, dst)
         with np.errstate(over="ignore", invalid="ignore"):
             if dst.itemsize == 2:
                 wide = wide.astype(np.float32, copy=False)
@@ -48,7 +48,7 @@ def cast_into(values: Array, src: DType, dst: DType, out: Array) -> None:
                 out[part].view(_NUMPY[dst.name])[...] = wide
 
 
-def are_representable(values: Array, dst: DType) -> bool:
+def are_known_to_stay_finite(values: Array, dst: DType) -> bool:
     """Return True if all `values` are finite in `dst`, False if unknown. Raises `Unsupported` if one is too large."""
     limit = _OVERFLOW.get(dst.name)
     if limit is None or values.dtype == _NUMPY.get(dst.name):

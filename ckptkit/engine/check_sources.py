@@ -70,7 +70,7 @@ class Sources:
         return sum(self._requested.values()) - self.checked_bytes
 
     @property
-    def unchecked_bytes_by_file(self) -> Counter[tuple[int, str]]:
+    def unchecked_in_checksummed_files(self) -> Counter[tuple[int, str]]:
         """Return the unchecked bytes by source and file, for files that have one CRC-32 for the whole file."""
         unchecked: Counter[tuple[int, str]] = Counter()
         for place, nbytes in self._requested.items():
@@ -114,7 +114,7 @@ class Sources:
     def _compare_if_complete(self, place: SourcePlace, ledger: Ledger | None = None) -> None:
         name, chunk = self._waiting[place]
         offset, length = chunk.checksummed_range
-        crc = (self._read if ledger is None else ledger.read).find_complete(place, length)
+        crc = (self._read if ledger is None else ledger.read).find_complete_crc(place, length)
         if crc is None:
             return
         if crc != chunk.crc32:

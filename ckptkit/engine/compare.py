@@ -199,7 +199,7 @@ def row_major_checksums(layout: Layout, *, jobs: int | None = None) -> dict[str,
         sums.add(block.target.name, block.start, block.nbytes, crc)
 
     visit_blocks(unsharded_plan(layout), sum_block, record, jobs)
-    return {name: sums.find_complete(name, spec.nbytes) or 0 for name, spec in layout.specs.items()}
+    return {name: sums.find_complete_crc(name, spec.nbytes) or 0 for name, spec in layout.specs.items()}
 
 
 def unsharded_plan(layout: Layout) -> Plan:

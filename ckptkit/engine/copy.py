@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptkit.engine.blocks import STEP_BYTES, Block, Gatherer
 from ckptkit.engine.check_sources import Sources, range_start_of, verify_files_read
 from ckptkit.engine.ledger import Journal, Ledger, offsets_in_byte_range
-from ckptkit.engine.shares import WHOLE, Share, UnfinishedUnits, blocks_in_turns
+from ckptkit.engine.shares import WHOLE, Share, UnfinishedUnits, interleave_blocks_of_files
 from ckptkit.engine.visit import Pieces, Step, Worker, default_jobs, process_units, visit_blocks
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.io.assembly import AssembledFiles
@@ -81,7 +81,9 @@ def copy_by_plan(
         # a store takes the bytes of each file in order, and keeps what comes early in memory
         is_local = output is None and not any(is_remote(layout.root) for layout in plan.sources)
         turns = 2 * (jobs or default_jobs()) if is_local else 1  # twice, so that threads seldom meet in one file
-        copy_blocks(plan, blocks_in_turns(plan, turns), sources, jobs, units.find_ledger, report_block, output)
+        copy_blocks(
+            plan, interleave_blocks_of_files(plan, turns), sources, jobs, units.find_ledger, report_block, output
+        )
     return ledger
 
 
@@ -132,7 +134,7 @@ def copy_blocks(
 def write_block(worker: Worker, block: Block, output: AssembledFiles | None) -> tuple[int, bool]:
     """Write a block. Returns its CRC-32, and whether a recipe has a remark on the tensor."""
     recipe, target, has_remark = block.target.recipe, block.target.chunk, False
-    crc = copy_unchanged(worker, block) if recipe is None else None
+    crc = try_copy_unchanged(worker, block) if recipe is None else None
     if crc is None:
         if recipe is None:
             data = worker.read_input(block)
@@ -145,7 +147,7 @@ def write_block(worker: Worker, block: Block, output: AssembledFiles | None) -> 
     return crc, has_remark
 
 
-def copy_unchanged(worker: Worker, block: Block) -> int | None:
+def try_copy_unchanged(worker: Worker, block: Block) -> int | None:
     """Copy a block without changing its bytes, in steps that stay in a core's cache, and return its CRC-32.
 
     Returns None, and does nothing, if the block must be gathered: its elements change order or dtype, or it has so many
@@ -233,18 +235,18 @@ def finished_units(plan: Plan, journal: Journal | None, jobs: int | None) -> dic
     return {unit: ledger for unit, ledger in journal.units.items() if is_intact[unit]}
 
 
-def check_all_units_written(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
+def verify_copy(plan: Plan, ledger: Ledger, *, jobs: int | None = None) -> Copied:
     """Verify every source chunk that has a CRC-32. Raises `Corrupt` if one differs, or not all was written."""
     sources = Sources(plan, ledger)
     reread_unchecked_ranges(sources, jobs)
     checksums: dict[FileOffset, int] = {}
     for target in plan.targets:
-        crc = ledger.written.find_complete(range_start_of(target.chunk), target.chunk.checksummed_range[1])
+        crc = ledger.written.find_complete_crc(range_start_of(target.chunk), target.chunk.checksummed_range[1])
         if crc is None:
             raise Corrupt("not all bytes were written", path=plan.dst.root / target.chunk.path, tensor=target.name)
         checksums[range_start_of(target.chunk)] = crc
     checked, uncompared = 0, list[Path]()
-    if unchecked := sources.unchecked_bytes_by_file:
+    if unchecked := sources.unchecked_in_checksummed_files:
         checked, uncompared = verify_files_read(plan.sources, ledger.read, unchecked)
     return Copied(checksums, sources.checked_bytes + checked, sources.unchecked_bytes - checked, uncompared)
 

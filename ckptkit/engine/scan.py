@@ -59,11 +59,13 @@ class RegionSums:
 
     def result(self) -> Scanned:
         places = {(one.path, one.offset): one.length for one in chain(*self._regions.values())}
-        return Scanned(complete_checksums(self._extents, places), complete_checksums(self._files, self._sizes))
+        return Scanned(
+            checksums_of_complete_ranges(self._extents, places), checksums_of_complete_ranges(self._files, self._sizes)
+        )
 
 
-def complete_checksums(sums: Checksums[Key], lengths: Mapping[Key, int]) -> dict[Key, int]:
-    return {key: crc for key, length in lengths.items() if (crc := sums.find_complete(key, length)) is not None}
+def checksums_of_complete_ranges(sums: Checksums[Key], lengths: Mapping[Key, int]) -> dict[Key, int]:
+    return {key: crc for key, length in lengths.items() if (crc := sums.find_complete_crc(key, length)) is not None}
 
 
 def copy_files(
@@ -159,7 +161,7 @@ def file_checksum(root: Path, path: str, size: int, extents: Iterable[Extent]) -
         ):
             crc = source.checksum(path, region.offset, region.length) if region.crc32 is None else region.crc32
             sums.add(path, region.offset, region.length, crc)
-    crc_of_file = sums.find_complete(path, size)
+    crc_of_file = sums.find_complete_crc(path, size)
     assert crc_of_file is not None, "regions leave no gap"
     return crc_of_file
 

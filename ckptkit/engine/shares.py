@@ -77,14 +77,14 @@ class UnfinishedUnits:
         return self._starts[id(block.target)] + block.start
 
 
-def blocks_in_turns(plan: Plan, count: int) -> Iterator[Block]:
-    """Yield the blocks of a plan in the order of each file, of `count` files in turns.
+def interleave_blocks_of_files(plan: Plan, file_count: int) -> Iterator[Block]:
+    """Yield the blocks of a plan in the order of each file, of `file_count` files in turns.
 
     A file system lets only one thread write into a file at a time, so threads write into several.
     """
     by_file = [[*targets] for _, targets in groupby(plan.targets, lambda target: target.chunk.path)]
     waiting = (chain.from_iterable(map(partial(blocks_of_target, plan), targets)) for targets in by_file)
-    turns = deque(islice(waiting, count))
+    turns = deque(islice(waiting, file_count))
     while turns:
         blocks = turns.popleft()
         block = next(blocks, None)

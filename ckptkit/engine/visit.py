@@ -111,7 +111,7 @@ def find_damaged_ranges(
 
     visit_blocks(plan_range_reads(layout.root, sorted(runs)), sum_block, record, jobs)
     for run, recorded in runs.items():
-        crc = sums.find_complete(run, run[2])
+        crc = sums.find_complete_crc(run, run[2])
         if run not in damage and recorded not in (None, crc):
             damage[run] = Corrupt(damage_message(run[2], run[1], crc, recorded))
     return damage

@@ -143,10 +143,10 @@ def find_format_of_file_name(name: str) -> str | None:
 
 def describe_writable_formats() -> str:
     """Return the names of all formats that ckptkit writes, each with its title."""
-    return "; ".join(f"{name}: {format_title(name)}" for name in writable_formats())
+    return "; ".join(f"{name}: {title_of_format(name)}" for name in writable_formats())
 
 
-def format_title(name: str) -> str:
+def title_of_format(name: str) -> str:
     """Return the title of the format `name`. An unknown name is not repeated: it may contain anything."""
     return FORMATS[name].title if name in FORMATS else "a checkpoint"
 

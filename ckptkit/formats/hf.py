@@ -221,9 +221,9 @@ def find_rank_safetensors(path: Path, shards: Sequence[re.Match[str]], present: 
     if other is not None:
         hint = "move one of them elsewhere: they may be of different saves, or one was made from the other"
         raise Corrupt(f"both the shards of {len(ranks)} ranks and `{other}` are here", path=path, hint=hint)
-    if lost := find_missing_number("shard-*-model-{:05d}-*", parts, part_count_in_names(path, shards, 3), path):
+    if lost := find_missing_number_error("shard-*-model-{:05d}-*", parts, part_count_in_names(path, shards, 3), path):
         raise lost
-    lost = find_missing_number("shard-{:05d}-*", ranks, max(ranks), path)
+    lost = find_missing_number_error("shard-{:05d}-*", ranks, max(ranks), path)
     return IndexedFiles(path, names, world_size=len(ranks), lost=lost)
 
 
@@ -233,7 +233,7 @@ def find_numbered_files(path: Path, files: Sequence[re.Match[str]], present: set
         raise two_exports_error(path, files[0][0])
     count = part_count_in_names(path, files, 2)
     numbers = {int(match[1]) for match in files}
-    if lost := find_missing_number(f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", numbers, count, path):
+    if lost := find_missing_number_error(f"model-{{:05d}}-of-{count:05d}{_SUFFIX}", numbers, count, path):
         report(lost)
     return IndexedFiles(path, [match[0] for match in files])
 
@@ -247,7 +247,7 @@ def part_count_in_names(path: Path, files: Sequence[re.Match[str]], regex_group:
     return counts.pop()
 
 
-def find_missing_number(pattern: str, numbers: set[int], last: int, path: Path) -> Incomplete | None:
+def find_missing_number_error(pattern: str, numbers: set[int], last: int, path: Path) -> Incomplete | None:
     """Return the error for the first number from 1 to `last` without a file named by `pattern`, if any."""
     missing = next(number for number in count(1) if number not in numbers)
     if missing > last:

@@ -25,7 +25,7 @@ from ckptkit.errors import IOFailure, names_and_more, warn
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path
 from ckptkit.io.staging import Stage, errors_naming_destination
 from ckptkit.runs.cp import cp
-from ckptkit.runs.retention import readers_by_checkpoint
+from ckptkit.runs.retention import dependents_by_checkpoint
 from ckptkit.runs.run_backend import open_run_backend
 from ckptkit.storage import RoomWriter
 from ckptkit.storage.ranks import Ranks
@@ -235,7 +235,7 @@ def delete_in_store(run: Path, checkpoints: Callable[[], Iterable[Path]]) -> Non
     with failed_deletions_as_warnings():
         keeper = open_run_backend(run)
         with keeper.pruning():
-            readers = readers_by_checkpoint(run)
+            readers = dependents_by_checkpoint(run)
             for checkpoint in checkpoints():
                 if checkpoint.name not in readers:
                     keeper.delete_checkpoint(checkpoint, by_trainer=True)

@@ -38,7 +38,7 @@ from ckptkit.io.destination import to_destination
 from ckptkit.io.path import drop_cached_listing, is_remote, to_path, to_uncached_path
 from ckptkit.layout import KeyPath, Layout
 from ckptkit.runs.deletion import delete_checkpoint, is_handled_by_watch, is_pinned, locked_for_deletion
-from ckptkit.runs.retention import readers_by_checkpoint
+from ckptkit.runs.retention import dependents_by_checkpoint
 from ckptkit.storage.entries import archive_bytes_of, entry_as_torch_save
 from ckptkit.storage.ranks import Ranks, to_rank_error
 from ckptkit.storage.writer import Writer
@@ -248,7 +248,7 @@ def delete_unless_protected(path: Path) -> None:
             return
         with locked_for_deletion(path.parent, patience=_PATIENCE):
             # not by what the trainer recorded as the best: ModelCheckpoint decides that, and an old record is outdated
-            if not (is_pinned(path) or is_handled_by_watch(path) or path.name in readers_by_checkpoint(path.parent)):
+            if not (is_pinned(path) or is_handled_by_watch(path) or path.name in dependents_by_checkpoint(path.parent)):
                 delete_checkpoint(path)
 
 

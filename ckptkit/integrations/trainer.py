@@ -44,9 +44,12 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
     _store: Path | None = None  # the output_dir if it is a URL
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*map(self._localized, arguments), **{k: self._localized(v) for k, v in options.items()})
+        super().__init__(
+            *map(self._with_local_output_dir, arguments),
+            **{k: self._with_local_output_dir(v) for k, v in options.items()},
+        )
 
-    def _localized(self, argument: Any) -> Any:
+    def _with_local_output_dir(self, argument: Any) -> Any:
         """Return the TrainingArguments with a local `output_dir`, and any other argument unchanged."""
         if not isinstance(argument, TrainingArguments) or not is_remote(store := to_destination(argument.output_dir)):
             return argument
@@ -119,7 +122,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
                 root, best = str(run.absolute()), best and str(Path(best).absolute())
                 self._saver.then(partial(rotate_checkpoints, root, limit, best, use_mtime=True))
             elif limit:
-                self._saver.then(partial(delete_in_store, run, partial(older_in_store, path, limit, best)))
+                self._saver.then(partial(delete_in_store, run, partial(checkpoints_over_limit, path, limit, best)))
 
     def _write_files(self, save: Any, folder: Path, *, path: Path, is_sharded: bool) -> None:
         """Let the Trainer save into `folder`, which will be `path`."""
@@ -139,7 +142,7 @@ class BackgroundTrainer(Trainer):  # type: ignore[misc]
                 self._saver.defer(lambda directory, _: add_manifest(directory, path), folder, None)
 
 
-def older_in_store(saved: Path, limit: int, best: str | None) -> list[Path]:
+def checkpoints_over_limit(saved: Path, limit: int, best: str | None) -> list[Path]:
     """Return the oldest checkpoints above `limit`, as the Trainer's `rotate_checkpoints` would delete them."""
     names = {saved.name, Path(best or saved).name}
     paths = [checkpoint.path for checkpoint in RunFolder(saved.parent).checkpoints()]

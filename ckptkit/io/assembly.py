@@ -72,7 +72,7 @@ class Assembly:
                 for piece, low, high in self.pieces_in(name, start, nbytes):
                     self._missing[piece.key] = self._missing.get(piece.key, 0) + high - low
 
-    def files_in_directory(self, directory: str) -> AssembledFiles:
+    def directory_writer(self, directory: str) -> AssembledFiles:
         """Return the writable files in a directory of the output, "" for the output itself."""
         return AssembledFiles(self, directory)
 
@@ -82,7 +82,7 @@ class Assembly:
         `record_written` sends the pieces that this completes.
         """
         for piece, low, high in self.pieces_in(name, offset, len(data)):
-            if not self.is_sent_here(piece):
+            if not self.should_send_piece(piece):
                 continue
             # the buffer of a piece has the bytes that have arrived so far
             with self._lock:
@@ -107,7 +107,7 @@ class Assembly:
         with self._lock:
             self._sums.add(gap_key, start_in_gap, nbytes, crc)
             gap = self._gaps.get(gap_key)
-            total = None if gap is None else self._sums.find_complete(gap_key, gap.nbytes)
+            total = None if gap is None else self._sums.find_complete_crc(gap_key, gap.nbytes)
             if total is not None:
                 del self._gaps[gap_key]
         if gap is not None and total is not None:
@@ -125,7 +125,7 @@ class Assembly:
         missing: list[FilePiece] = []
         for name, size in self._sizes.items():
             for piece in cut_into_pieces(name, size):
-                if not self.is_sent_here(piece) or piece.key in self.sent:
+                if not self.should_send_piece(piece) or piece.key in self.sent:
                     continue
                 if self._missing.get(piece.key):
                     missing.append(piece)
@@ -147,9 +147,9 @@ class Assembly:
                 break
             start = (number - 1) * piece_size_for(self._sizes[piece.name])
             pieces.append(FilePiece(piece.name, number, piece.count, start, piece_size_for(self._sizes[piece.name])))
-        return [known for known in reversed(pieces) if self.is_sent_here(known)]
+        return [known for known in reversed(pieces) if self.should_send_piece(known)]
 
-    def is_sent_here(self, piece: FilePiece) -> bool:
+    def should_send_piece(self, piece: FilePiece) -> bool:
         return self._only is None or piece.key in self._only
 
     def pieces_in(self, name: str, offset: int, nbytes: int) -> Iterator[tuple[FilePiece, int, int]]:
@@ -193,10 +193,10 @@ class AssembledFiles:
     def record_written(self, name: str, gap_offset: int, start_in_gap: int, nbytes: int, crc: int) -> None:
         self.assembly.record_written(self.name_in_output(name), gap_offset, start_in_gap, nbytes, crc)
 
-    def is_any_byte_sent_here(self, name: str, offset: int, nbytes: int) -> bool:
+    def should_send_any_byte(self, name: str, offset: int, nbytes: int) -> bool:
         """Return whether any of these bytes are in pieces that this process sends."""
         pieces = self.assembly.pieces_in(self.name_in_output(name), offset, nbytes)
-        return any(self.assembly.is_sent_here(piece) for piece, _, _ in pieces)
+        return any(self.assembly.should_send_piece(piece) for piece, _, _ in pieces)
 
     def name_in_output(self, name: str) -> str:
         return f"{self.place}/{name}" if self.place else name

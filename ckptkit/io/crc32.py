@@ -66,7 +66,7 @@ class Checksums(Generic[Key]):
             high, stop, crc = high + 1, after[1], isal_zlib.crc32_combine(crc, after[2], after[1] - after[0])
         pieces[low:high] = [(start, stop, crc)]
 
-    def find_complete(self, key: Key, length: int) -> int | None:
+    def find_complete_crc(self, key: Key, length: int) -> int | None:
         """Return the CRC-32 of the complete range of `length` bytes, or None while a part of it is missing."""
         if length == 0:
             return 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ckptkit.entry_points import import_object
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage
 from ckptkit.io.crc32 import combine_crc32, crc32
-from ckptkit.io.file import destination_exists_error, names_in, require_kind
+from ckptkit.io.file import destination_exists_error, names_in, require_kind_if_exists
 from ckptkit.io.path import RemotePath, capabilities_at, drop_cached_listing, is_remote, to_uncached_path
 from ckptkit.io.pieces import FilePiece, cut_into_pieces, new_piece_buffer
 from ckptkit.io.stores import STORES
@@ -97,7 +97,7 @@ class Destination(Protocol):
     def commit(self) -> None:
         """Finish the upload: all files become visible, and the claim is removed."""
 
-    def remarks_on_upload(self) -> list[str]:
+    def missing_feature_remarks(self) -> list[str]:
         """Return the features that the store turned out to lack, after the claim."""
 
 
@@ -134,7 +134,7 @@ def to_destination(destination: str | os.PathLike[str]) -> Path:
         places = "hf://org/name or hf://buckets/org/name/folder" if is_on_hub(path) else ", ".join(schemes)
         hint = f"write to a local directory, or to {places}"
         raise Usage(f"ckptkit does not write to `{destination}`", hint=hint)
-    if path == path.store_root and not is_keeping_other_files(path):
+    if path == path.store_root and not allows_other_files(path):
         raise Usage(f"`{destination}` is a whole bucket", hint=f"write it like {path}/run/ckpt-5")
     return path
 
@@ -152,9 +152,9 @@ def open_destination(
 
     Raises `Occupied` if an object has the name of the directory to write, or a directory has the name of the file.
     """
-    if not is_keeping_other_files(path):  # a repository checks this again in its commit
+    if not allows_other_files(path):  # a repository checks this again in its commit
         with suppress(NotACheckpoint):  # the bucket does not exist yet
-            require_kind(path, is_file=is_file)
+            require_kind_if_exists(path, is_file=is_file)
     kind = import_object(capabilities_at(path).destination)
     return cast(Destination, kind(path, sizes, marker_names, plan=plan, is_file=is_file, more_files=more_files))
 
@@ -172,12 +172,12 @@ def require_absent(dst: Path, *, is_file: bool) -> None:
     drop_cached_listing(dst)
     claims = (dst / CLAIM, dst.parent / f"{dst.name}{CLAIM}")
     with suppress(NotACheckpoint):  # the bucket does not exist yet
-        require_kind(dst, is_file=is_file)
+        require_kind_if_exists(dst, is_file=is_file)
         if dst.exists() and (is_file or names_in(dst)) and not any(claim.exists() for claim in claims):
             raise destination_exists_error(dst)
 
 
-def is_keeping_other_files(path: Path) -> bool:
+def allows_other_files(path: Path) -> bool:
     """Return whether other files may stay beside a checkpoint, as in a repository with its history."""
     return capabilities_at(path) is STORES[_HUB]
 
@@ -187,7 +187,7 @@ def is_on_hub(path: Path | None) -> bool:
 
 
 @contextmanager
-def hint_on_kept_data(destination: Destination) -> Iterator[None]:
+def errors_with_resume_hint(destination: Destination) -> Iterator[None]:
     """Add a hint to any error inside the block: the store keeps the data that was sent."""
     words = f"the store keeps the parts that were sent to {destination.path}: the same command continues the upload"
     try:

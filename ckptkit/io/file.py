@@ -285,7 +285,7 @@ def missing_path_error(path: Path) -> NotACheckpoint:
     return NotACheckpoint("no such file or directory", path=path, hint=hint)
 
 
-def require_kind(dst: Path, *, is_file: bool) -> None:
+def require_kind_if_exists(dst: Path, *, is_file: bool) -> None:
     """Raise `Occupied` if a directory is at the destination of a file, or a file at the destination of a directory."""
     if dst.exists() and dst.is_dir() == is_file:
         hint = "choose another destination"

@@ -16,9 +16,9 @@ _PAUSE = 0.05  # seconds between two attempts
 _NO_LOCKS_ERRORS = (*UNSUPPORTED_CALL, errno.ENOLCK)
 
 
-def acquire_lock(path: Path, *, patience: float = 0) -> int:
-    """Lock file `path`, which `release_lock` removes. Raises `Occupied` if it stays locked for `patience` seconds."""
-    last = time.monotonic() + patience
+def acquire_lock(path: Path, *, timeout: float = 0) -> int:
+    """Lock file `path`, which `release_lock` removes. Raises `Occupied` if it stays locked for `timeout` seconds."""
+    last = time.monotonic() + timeout
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:

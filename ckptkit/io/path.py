@@ -172,7 +172,7 @@ def drop_cached_listing(path: Path) -> Path:
     return path
 
 
-def path_beside(source: Path, name: str) -> Path:
+def local_path_beside(source: Path, name: str) -> Path:
     """Return the path `name` beside a local source; in the current directory, if the source is remote."""
     return Path(name) if is_remote(source) else source.with_name(name)
 
@@ -257,34 +257,34 @@ def restore_relative_path(typed: Path, absolute: Path) -> Path:
 
 def to_model_path(typed: str | os.PathLike[str]) -> Path:
     """Return the path of a model: like `to_path`, but also accepts a model id on the Hub."""
-    return to_path(f"hf://{typed}" if is_model_id(typed) else typed)
+    return to_path(f"hf://{typed}" if means_hub_model(typed) else typed)
 
 
-def is_model_id(typed: str | os.PathLike[str]) -> bool:
+def means_hub_model(typed: str | os.PathLike[str]) -> bool:
     """Return whether `typed` is like `org/name`, and no local path `typed` or `org` exists.
 
     Only options that take a model id call this: the name of a local file never goes to the Hub.
     """
-    if not isinstance(typed, str) or not is_like_model_id(typed):
+    if not isinstance(typed, str) or not has_model_id_form(typed):
         return False
     return not os.path.lexists(typed) and not os.path.lexists(Path(typed).parent)
 
 
-def is_like_model_id(typed: str) -> bool:
+def has_model_id_form(typed: str) -> bool:
     """Return whether `typed` has the form of a model id, `org/name` or `org/name@revision`."""
     return _HUB_ID.fullmatch(typed) is not None and not typed.endswith(".json")
 
 
 def hint_for_hub_id(typed: str) -> str | None:
     """Return a hint for a path that does not exist and may be meant for the Hub; None for any other path."""
-    if os.path.lexists(typed) or not is_like_model_id(typed):
+    if os.path.lexists(typed) or not has_model_id_form(typed):
         return None
     return f"write hf://{typed} for a repository on the Hub: ckptkit only looked on this disk"
 
 
-def remarks_on_hub_id(typed: str | os.PathLike[str] | None) -> tuple[str, ...]:
+def remarks_if_taken_from_hub(typed: str | os.PathLike[str] | None) -> tuple[str, ...]:
     """Return the remark that a model came from the Hub because no local path is called `typed`; () for any other."""
-    if typed is None or not is_model_id(typed):
+    if typed is None or not means_hub_model(typed):
         return ()
     return (f"`{typed}` is not a path here: ckptkit took it for the id of a model on the Hub",)
 

@@ -50,7 +50,7 @@ class Pages:
             while len(self._kept) > self._limit:
                 self._kept.popitem(last=False)
 
-    def fetch_lock(self, *key: object) -> threading.Lock:
+    def lock_for_fetching(self, *key: object) -> threading.Lock:
         """Return the lock to take while fetching `key`: other threads wait, then find the pages in the cache."""
         return self._busy[hash(key) % len(self._busy)]
 
@@ -122,7 +122,7 @@ class RemoteFile:
             at = number * _PAGE - start
             PAGES.put(self._key(number), data[at : at + _PAGE])
 
-    def missing_pages(self, ranges: Iterable[Range]) -> list[int]:
+    def uncached_pages(self, ranges: Iterable[Range]) -> list[int]:
         """Return the sorted numbers of the pages that `ranges` need and that are not cached."""
         spans = ((start, min(stop, self.size)) for _, start, stop in ranges if 0 <= start < self.size)
         numbers = {number for start, stop in spans for number in range(start // _PAGE, -(-stop // _PAGE))}
@@ -134,7 +134,7 @@ class RemoteFile:
             return page
         # fetch the aligned window around the page: neighboring pages are usually needed next
         first = number - number % (_WINDOW // _PAGE)
-        with PAGES.fetch_lock(str(self.path), first):
+        with PAGES.lock_for_fetching(str(self.path), first):
             page = PAGES.get(self._key(number))  # another thread may have fetched it meanwhile
             if page is None:
                 start, stop = first * _PAGE, min(self.size, first * _PAGE + _WINDOW)
@@ -175,12 +175,12 @@ def prefetch(root: RemotePath, ranges: Iterable[Range]) -> None:
     runs = [
         (path, run)
         for path, file_ranges in files
-        for run in group_close_pages(RemoteFile(path).missing_pages(file_ranges))
+        for run in group_nearby_pages(RemoteFile(path).uncached_pages(file_ranges))
     ]
     map_in_parallel(lambda run: RemoteFile(run[0]).fetch_pages(run[1]), runs)
 
 
-def group_close_pages(numbers: Iterable[int]) -> Iterator[list[int]]:
+def group_nearby_pages(numbers: Iterable[int]) -> Iterator[list[int]]:
     """Yield sorted page numbers as groups that are worth one request each."""
     run: list[int] = []
     for number in numbers:

@@ -31,7 +31,7 @@ class SmallFiles(Protocol):
         """Delete a file, if it exists."""
 
 
-def open_small_files(path: RemotePath) -> SmallFiles:
+def small_file_store_for(path: RemotePath) -> SmallFiles:
     """Return the writer of single files for the store of a path from `to_destination`."""
     return cast(SmallFiles, import_object(capabilities_at(path).small_files)(path))
 
@@ -39,7 +39,7 @@ def open_small_files(path: RemotePath) -> SmallFiles:
 def require_writable(directory: Path) -> None:
     """Raise `IOFailure` if a store is not writable: creates a probe object in the directory and deletes it."""
     if is_remote(directory):
-        files = open_small_files(directory)
+        files = small_file_store_for(directory)
         files.put(directory / _PROBE, b"")
         files.delete(directory / _PROBE)
 
@@ -56,7 +56,7 @@ def read_current_content(path: Path) -> bytes:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a small file atomically."""
     if is_remote(path):
-        open_small_files(path).put(path, content)
+        small_file_store_for(path).put(path, content)
     else:
         publish_file(path, content, overwrite=True)
 
@@ -84,7 +84,7 @@ class StoreLines:
 
     def __init__(self, path: RemotePath) -> None:
         self._path = path
-        self._files = open_small_files(path)
+        self._files = small_file_store_for(path)
         self._tag = self._files.find_content_tag(path)
         self._content = bytearray(read_current_content(path))
         self._sent = len(self._content)
@@ -98,6 +98,6 @@ class StoreLines:
             self._sent = len(self._content)
 
 
-def open_lines(path: Path) -> LocalLines | StoreLines:
+def open_line_writer(path: Path) -> LocalLines | StoreLines:
     """Return a small file to append lines to; a local file is created with the first line."""
     return StoreLines(path) if is_remote(path) else LocalLines(path)

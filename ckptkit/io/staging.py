@@ -27,7 +27,7 @@ from ckptkit.io.disk import (
     sync_directory_tree,
     sync_path,
 )
-from ckptkit.io.file import destination_exists_error, opening, read_at, require_kind
+from ckptkit.io.file import destination_exists_error, opening, read_at, require_kind_if_exists
 from ckptkit.io.locks import acquire_lock, close_if_open, is_same_file, release_lock, try_lock
 
 WORK = ".ckptkit-work"
@@ -145,7 +145,7 @@ class Stage:
     def _acquire(self) -> int:
         while True:
             try:
-                return acquire_lock(lock_path(self.dst), patience=_PATIENCE if self.is_part else 0)
+                return acquire_lock(lock_path(self.dst), timeout=_PATIENCE if self.is_part else 0)
             except Occupied:
                 if not self.is_part or find_resume_key(self.path) != self.key:
                     raise
@@ -207,7 +207,7 @@ def require_free_destination(dst: Path, overwrite: bool, *, is_file: bool = Fals
     with translate_os_errors(dst):
         if dst.is_symlink():
             raise Unsafe("the destination is a symbolic link", path=dst, hint="pass the directory that it points to")
-        require_kind(dst, is_file=is_file)
+        require_kind_if_exists(dst, is_file=is_file)
         if dst.is_dir() and dst.samefile(os.curdir):  # a rename would take it from the processes that are in it
             hint = "change to another directory, and pass this one by its name"
             raise Occupied("the destination is the current directory", path=dst, hint=hint)

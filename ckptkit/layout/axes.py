@@ -38,7 +38,7 @@ def boxes_of_range(shape: Shape, start: int, stop: int) -> Iterator[tuple[Box, i
 _MOST_CHUNKS = 1 << 20  # of one tensor
 
 
-def cut_axis(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
+def narrow_axis(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTensor:
     """Return the elements `start:stop` of an axis. Raises `Mismatch` if the axis has fewer."""
     shape = tensor.spec.shape
     if not 0 <= start <= stop <= shape[axis]:
@@ -47,7 +47,7 @@ def cut_axis(tensor: StoredTensor, axis: int, start: int, stop: int) -> StoredTe
         splits, inner = tensor.splits, prod(tensor.splits[axis][1:])
         if start % inner == 0 == stop % inner:  # cut the first axis that `axis` is split into; its other axes stay
             apart = StoredTensor(Spec(tensor.spec.dtype, tensor.shape_tiled_by_chunks), tensor.chunks)
-            cut = cut_axis(apart, sum(map(len, splits[:axis])), start // inner, stop // inner)
+            cut = narrow_axis(apart, sum(map(len, splits[:axis])), start // inner, stop // inner)
             extents = ((stop - start) // inner, *splits[axis][1:])
             return with_axes_merged(cut, (*splits[:axis], extents, *splits[axis + 1 :]))
     tensor = with_unsplit_chunks(tensor)
@@ -67,7 +67,7 @@ def with_axes_merged(tensor: StoredTensor, splits: Splits) -> StoredTensor:
     spec = Spec(tensor.spec.dtype, tuple(map(prod, splits)))
     merged, shape = list(tensor.chunks), tensor.spec.shape
     for axis, extents in enumerate(splits):
-        candidates = [find_merged_chunk(chunk, shape, axis, len(extents)) for chunk in merged]
+        candidates = [try_merge_chunk_axes(chunk, shape, axis, len(extents)) for chunk in merged]
         merged = [chunk for chunk in candidates if chunk is not None]
         if len(merged) < len(candidates):
             return StoredTensor(spec, tensor.chunks, splits)
@@ -110,7 +110,7 @@ def with_new_first_axis(tensor: StoredTensor) -> StoredTensor:
 
 def take_at_index(tensor: StoredTensor, axis: int, index: int) -> StoredTensor:
     """Return the elements at one index of an axis, without the axis, such as one tensor of a stack."""
-    at_index = cut_axis(tensor, axis, index, index + 1)
+    at_index = narrow_axis(tensor, axis, index, index + 1)
     chunks = (
         chunk._replace(
             box=Box(replace_sizes_at(chunk.start, axis, 1, ()), replace_sizes_at(chunk.size, axis, 1, ())),
@@ -192,11 +192,11 @@ def with_unsplit_chunks(tensor: StoredTensor) -> StoredTensor:
         return tensor
     chunks, shape = list(tensor.chunks), sum(tensor.splits, ())
     for axis, extents in enumerate(tensor.splits):
-        apart = [piece for chunk in chunks for piece in mergeable_chunks(chunk, shape, axis, len(extents))]
+        apart = [piece for chunk in chunks for piece in split_into_mergeable_chunks(chunk, shape, axis, len(extents))]
         if len(apart) > _MOST_CHUNKS:
             needed = f"it would need {len(apart):,} byte ranges (at most {_MOST_CHUNKS:,})"
             raise Unsupported(f"ckptkit cannot rearrange this tensor: its rows are interleaved already, and {needed}")
-        merged = (find_merged_chunk(chunk, shape, axis, len(extents)) for chunk in apart)
+        merged = (try_merge_chunk_axes(chunk, shape, axis, len(extents)) for chunk in apart)
         chunks = [chunk for chunk in merged if chunk is not None]
         shape = replace_sizes_at(shape, axis, len(extents), (prod(extents),))
     return StoredTensor(tensor.spec, tuple(chunks))
@@ -266,7 +266,7 @@ def strided_chunk_view(chunk: Chunk, box: Box, begin: int, strides: Shape) -> Ch
     )
 
 
-def find_merged_chunk(chunk: Chunk, shape: Shape, axis: int, count: int) -> Chunk | None:
+def try_merge_chunk_axes(chunk: Chunk, shape: Shape, axis: int, count: int) -> Chunk | None:
     """Return a chunk as a box of the tensor of `shape` with `count` axes merged; None if it is not a box then."""
     axes = range(axis, axis + count)
     start, size, steps = chunk.start, chunk.size, strides_of_chunk(chunk)
@@ -285,7 +285,7 @@ def find_merged_chunk(chunk: Chunk, shape: Shape, axis: int, count: int) -> Chun
     )
 
 
-def mergeable_chunks(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[Chunk]:
+def split_into_mergeable_chunks(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[Chunk]:
     """Return a chunk as boxes that remain boxes when `count` axes of the tensor of `shape` are merged."""
     for outer in range(count):
         outer_axes = range(axis, axis + outer)  # one index per box along each of these axes
@@ -298,7 +298,7 @@ def mergeable_chunks(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[
             for corner in corners
         )
         parts = [cut_chunk_to_box(chunk, box) for box in boxes]
-        if all(find_merged_chunk(piece, shape, axis, count) for piece in parts[:1]):
+        if all(try_merge_chunk_axes(piece, shape, axis, count) for piece in parts[:1]):
             return parts
     raise AssertionError("a single element is a box")
 

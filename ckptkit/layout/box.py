@@ -29,10 +29,10 @@ def cut_box(box: Box, limit: int) -> Iterator[Box]:
             yield Box((*corner, at, *box.start[axis + 1 :]), (*(1 for _ in corner), count, *box.size[axis + 1 :]))
 
 
-def cut_rows(box: Box, rows: int) -> Iterator[Box]:
-    """Cut a box into blocks of `rows` rows. The last may have fewer."""
-    for at in range(box.start[0], box.stop[0], rows):
-        yield Box((at, *box.start[1:]), (min(rows, box.stop[0] - at), *box.size[1:]))
+def cut_rows(box: Box, rows_per_block: int) -> Iterator[Box]:
+    """Cut a box into blocks of `rows_per_block` rows. The last may have fewer."""
+    for at in range(box.start[0], box.stop[0], rows_per_block):
+        yield Box((at, *box.start[1:]), (min(rows_per_block, box.stop[0] - at), *box.size[1:]))
 
 
 class Span(NamedTuple):

@@ -17,10 +17,10 @@ _Entry = TypeVar("_Entry")
 
 def select_entries(layout: Layout, keep: Callable[[str], bool]) -> Layout:
     named = chain(layout.tensors, layout.blobs, layout.twins, layout.spares, layout.absent)
-    return with_renamed_entries(layout, {name: name for name in named if keep(name)}, layout.keys)
+    return select_and_rename_entries(layout, {name: name for name in named if keep(name)}, layout.keys)
 
 
-def with_paths_below(layout: Layout, directory: str) -> Layout:
+def prepend_directory_to_paths(layout: Layout, directory: str) -> Layout:
     """Return the layout with paths relative to the parent of its directory, which is called `directory`."""
     if not directory:
         return layout
@@ -72,7 +72,7 @@ def join_disjoint_layouts(root: Path, layouts: Sequence[Layout]) -> Layout:
     )
 
 
-def with_renamed_entries(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyPath]) -> Layout:
+def select_and_rename_entries(layout: Layout, names: Mapping[str, str], keys: Mapping[str, KeyPath]) -> Layout:
     """Return the entries in `names`, renamed as it says, with the new key paths in `keys`."""
 
     def named(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
@@ -89,11 +89,11 @@ def with_renamed_entries(layout: Layout, names: Mapping[str, str], keys: Mapping
     )
 
 
-def rename_tensors(layout: Layout, names: Mapping[str, str]) -> Layout:
+def select_and_rename_tensors(layout: Layout, names: Mapping[str, str]) -> Layout:
     """Return the tensors in `names`, renamed as it says, without blobs and copies. Raises as `with_new_key_paths`."""
     require_distinct_names(layout, names)
     alone = replace(layout, blobs={}, twins={}, spares={}, absent={})
-    return with_renamed_entries(alone, names, {})
+    return select_and_rename_entries(alone, names, {})
 
 
 def with_new_key_paths(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:
@@ -103,7 +103,7 @@ def with_new_key_paths(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layo
     keys = {new: key_paths[old] for old, new in names.items()}
     require_nestable_key_paths(layout, keys)
     names |= {name: ".".join(map(str, key_paths.get(name, (name,)))) for name in layout.absent}
-    return with_renamed_entries(layout, names, keys)
+    return select_and_rename_entries(layout, names, keys)
 
 
 def require_distinct_names(layout: Layout, names: Mapping[str, str]) -> None:
@@ -129,7 +129,7 @@ def nest_below_key(layout: Layout, above: KeyPath) -> Layout:
     return with_new_key_paths(layout, {name: (*above, *layout.key(name)) for name in (*layout.names, *layout.absent)})
 
 
-def with_low_precision_copies(layout: Layout) -> Layout:
+def with_low_precision_as_weights(layout: Layout) -> Layout:
     """Return the layout with its low-precision copies in place of the tensors that have one."""
     return replace(layout, tensors={**layout.tensors, **layout.twins}, twins={})
 

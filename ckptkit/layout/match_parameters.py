@@ -55,7 +55,7 @@ def match_in_order(
     return dict(zip(numbers, parameters, strict=True))
 
 
-def find_certain_match(match: Callable[P, dict[int, Key]], *args: P.args, **kwargs: P.kwargs) -> dict[int, Key] | None:
+def match_or_none(match: Callable[P, dict[int, Key]], *args: P.args, **kwargs: P.kwargs) -> dict[int, Key] | None:
     """Return the result of `match_in_order` or `match_by_size` for these arguments; None where it is not certain."""
     try:
         return match(*args, **kwargs)
@@ -80,10 +80,10 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
     for size, states in Counter(sizes[number] for number in numbers if number in sizes).items():
         keys = of_size.get(size, [])
         if len(keys) < states:
-            expected = f"expected at most {len(keys)} states of shape {format_size(size)} as in the model"
+            expected = f"expected at most {len(keys)} states of shape {format_shape_or_numel(size)} as in the model"
             raise Unsupported(f"{expected}, found {states}", hint=_HINT)
         if len(keys) > 1:
-            both = f"this parameter and `{keys[1]!s}` have the same shape {format_size(size)}"
+            both = f"this parameter and `{keys[1]!s}` have the same shape {format_shape_or_numel(size)}"
             raise Unsupported(f"{both}, and no file says which state belongs to which", tensor=str(keys[0]))
         assigned[next(number for number in numbers if sizes.get(number) == size)] = keys[0]
     unknown = [number for number in numbers if number not in sizes]
@@ -95,12 +95,12 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
         raise Unsupported(message, tensor=str(unassigned[0]))
     assigned |= dict(zip(unknown, unassigned, strict=False))
     trained = set(assigned.values())
-    if not any(is_full_model(model, trained) for model in models):
+    if not any(are_all_parameters_trained(model, trained) for model in models):
         raise partial_model_error(trained, models)
     return assigned
 
 
-def is_full_model(model: Mapping[Key, Size], trained: Collection[Key]) -> bool:
+def are_all_parameters_trained(model: Mapping[Key, Size], trained: Collection[Key]) -> bool:
     """Return whether these are all parameters of a model. Others without dimensions may be buffers, such as a scale."""
     return model.keys() >= set(trained) and all(model[key] == () for key in model.keys() - set(trained))
 
@@ -128,7 +128,7 @@ def match_with_frozen_parameters(
     available = Counter(size for size in parameters.values() if size in wanted)
     for size, states in wanted.items():
         if available[size] != states:
-            expected = f"expected {available[size]} states of shape {format_size(size)} as in the model"
+            expected = f"expected {available[size]} states of shape {format_shape_or_numel(size)} as in the model"
             hint = f"{_HINT}, and whether a part was frozen"
             raise Unsupported(f"{expected}, found {count(states, 'state')} in the optimizer", hint=hint)
     return match_in_order(groups, sizes, {key: size for key, size in parameters.items() if size in wanted})
@@ -177,7 +177,7 @@ def assign_uniquely(
                     ambiguous_at = key if after in next_reached else way and way.ambiguous_at
                     next_reached[after] = Way(way, group[counts[i]], ambiguous_at)
         if not next_reached:
-            message = f"no optimizer state in this position has the shape {format_size(size)}"
+            message = f"no optimizer state in this position has the shape {format_shape_or_numel(size)}"
             raise Unsupported(message, tensor=str(key), hint=_HINT)
         # so many open assignments stay ambiguous, and would take too long
         if len(next_reached) > _MOST_WAYS:
@@ -198,5 +198,5 @@ def ambiguous_group_error(key: Hashable) -> Unsupported:
     return Unsupported(message, tensor=str(key), hint=KEEP_NUMBERS)
 
 
-def format_size(size: Size) -> str:
+def format_shape_or_numel(size: Size) -> str:
     return str([size] if isinstance(size, int) else list(size))

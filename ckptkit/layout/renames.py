@@ -73,7 +73,7 @@ def match_names_by_rule(ours: Shapes, theirs: Shapes) -> dict[str, str]:
             if old not in renamed and (new := apply_rule(rule, old)) in theirs and new not in taken
             if ours[old] == theirs[new]
         }
-        if len({fold_numbers(old) for old in pairs}) > 1:
+        if len({numbers_to_wildcards(old) for old in pairs}) > 1:
             renamed |= pairs
     return renamed
 
@@ -101,7 +101,7 @@ def apply_rule(rule: Renaming, name: str) -> str:
     return ".".join(words)
 
 
-def fold_numbers(name: str) -> str:
+def numbers_to_wildcards(name: str) -> str:
     """Return a name with `*` for its numbers, equal for the same tensor in every layer."""
     return ".".join("*" if word.isdecimal() else word for word in name.split("."))
 
@@ -142,8 +142,8 @@ def group_by_change(renamed: Mapping[str, str]) -> Iterator[tuple[Explained, tup
         olds, news = tuple(members), tuple(members.values())
         if len(members) == 1:
             old, new = olds[0], news[0]
-        elif len(set(map(fold_numbers, olds))) == 1:
-            old, new = fold_numbers(olds[0]), fold_numbers(news[0])
+        elif len(set(map(numbers_to_wildcards, olds))) == 1:
+            old, new = numbers_to_wildcards(olds[0]), numbers_to_wildcards(news[0])
         else:
             old = glob_of_words([change.old for change in rule], rule[0].at_start, olds)
             new = glob_of_words([change.new for change in rule], rule[0].at_start, news)
@@ -222,7 +222,7 @@ def globs_for(names: Iterable[str], others: Collection[str]) -> Iterator[str]:
         name = escape(next(iter(remaining)))
         words = name.split(".")
         modules = (".".join([*words[:end], "*"]) for end in range(len(words) - 1, 0, -1))
-        globs = [glob for glob in (name, fold_numbers(name), *modules) if not names_matching(glob, others)]
+        globs = [glob for glob in (name, numbers_to_wildcards(name), *modules) if not names_matching(glob, others)]
         matches = {glob: names_matching(glob, remaining) for glob in globs}
         best = max(matches, key=lambda glob: len(matches[glob]))
         yield best
@@ -235,11 +235,11 @@ def names_matching(glob: str, names: Collection[str]) -> list[str]:
     return [name for name in names if pattern.match(name)]
 
 
-def outline_of(name: str) -> str:
+def mask_numbers(name: str) -> str:
     """Return a name with `#` for each of its numbers (whole steps, or ends of `weight` and `bias`)."""
     return _NUMBER.sub("#", name)
 
 
 def numbers_in(name: str) -> Numbers:
-    """Return the numbers that `outline_of` replaces."""
+    """Return the numbers that `mask_numbers` replaces."""
     return tuple(map(int, _NUMBER.findall(name)))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ckptkit.errors import Mismatch, Unsupported
-from ckptkit.layout.match_parameters import KEEP_NUMBERS, Size, format_size
+from ckptkit.layout.match_parameters import KEEP_NUMBERS, Size, format_shape_or_numel
 
 # Source of recorded names: torch/optim/optimizer.py since 2.6. An optimizer that got `named_parameters()` has a list
 # `param_names` in each group, beside `params`. The names come from the module that was passed: it may have been wrapped
@@ -59,7 +59,9 @@ def parameters_by_index(
     matched = {number: own[name] for number, name in wanted.items()}
     for wrong in find_unequal_sizes(matched, size_by_index, parameters):
         message = f"{source_label} gives this name to parameter {wrong}: expected a state of shape "
-        message += f"{format_size(parameters[matched[wrong]])}, found {format_size(size_by_index[wrong])}"
+        message += (
+            f"{format_shape_or_numel(parameters[matched[wrong]])}, found {format_shape_or_numel(size_by_index[wrong])}"
+        )
         raise Mismatch(message, tensor=matched[wrong], hint=KEEP_NUMBERS)
     return matched
 

@@ -40,12 +40,12 @@ def find_adapter_config_values(path: Path) -> Mapping[str, Any] | None:
 def find_adapter_differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[ConfigDifference]:
     """Return the settings that make two adapters with the same tensors compute different results."""
     counting = {*one, *two} - _NOT_COMPUTED
-    if is_base_changed(one) or is_base_changed(two):
+    if peft_modifies_base(one) or peft_modifies_base(two):
         counting.add(_INIT)
     pairs = ((key, one.get(key), two.get(key)) for key in sorted(counting))
     return [ConfigDifference(key, here, there) for key, here, there in pairs if here != there and (here or there)]
 
 
-def is_base_changed(adapter: Mapping[str, Any]) -> bool:
+def peft_modifies_base(adapter: Mapping[str, Any]) -> bool:
     """Return whether PEFT modifies the base's weights before it adds the adapter to them."""
     return str(adapter.get(_INIT)).lower().startswith(_BASE_CHANGED)

@@ -15,7 +15,7 @@ from ckptkit.formats.hf import WEIGHTS_FILE
 from ckptkit.formats.json_text import not_json_error, parse_json
 from ckptkit.io.file import list_children, names_in, read_small
 from ckptkit.io.local_file import is_link_outside_cache
-from ckptkit.io.path import hint_for_hub_id, is_model_id, is_remote, restore_relative_path, to_model_path, to_path
+from ckptkit.io.path import hint_for_hub_id, is_remote, means_hub_model, restore_relative_path, to_model_path, to_path
 from ckptkit.io.stores.hub import translate_download_errors
 from ckptkit.layout import Spec
 from ckptkit.trainers import companion_directories, find_step_of_path, is_training_entry_name, library_of_config
@@ -60,7 +60,7 @@ class Companions:
     def source_path_of(self, name: str) -> Path:
         return self.elsewhere.get(name) or (self.found_in or Path()) / name
 
-    def source_lines(self) -> list[str]:
+    def describe_sources(self) -> list[str]:
         """Return one line for each directory, with the files that were found there."""
         places: dict[Path, list[str]] = {}
         for name in self.files:
@@ -82,17 +82,17 @@ def find_companions(checkpoint: Path, base: str | None) -> Companions:
     If there is no tokenizer beside config.json, the one in the checkpoint is used.
     """
     if base is not None:
-        directory = base_directory_of(base)
+        directory = resolve_base_directory(base)
         companions = find_companions_in(directory, follow_links=True)  # the Hub's cache consists of links
         if companions is None:
             path = directory if is_remote(directory) else base
             raise NotACheckpoint("expected a model's config.json in the base, found none", path=path)
-        return with_tokenizer(companions, checkpoint)
+        return with_tokenizer_if_missing(companions, checkpoint)
     own = checkpoint.absolute() if checkpoint.is_dir() else checkpoint.absolute().parent
     for directory in directories_to_search(checkpoint.absolute()):
         companions = find_companions_in(restore_relative_path(checkpoint, directory))
         if companions is not None and (companions.library is None or directory == own):
-            return with_tokenizer(companions, checkpoint)
+            return with_tokenizer_if_missing(companions, checkpoint)
     return Companions()
 
 
@@ -102,7 +102,7 @@ def different_preprocessing_files(ours: Companions, theirs: Companions) -> list[
     return [name for name in names if ours.files[name] != theirs.files[name]]
 
 
-def with_tokenizer(companions: Companions, checkpoint: Path) -> Companions:
+def with_tokenizer_if_missing(companions: Companions, checkpoint: Path) -> Companions:
     """Return companions, with the tokenizer in the checkpoint or a trainer's directory in it if they have none."""
     if companions.files.keys() & set(TOKENIZERS):
         return companions
@@ -164,7 +164,7 @@ def find_companions_in(directory: Path, *, follow_links: bool = False) -> Compan
         return None
     if not is_transformers_config(config):
         library = library_of_config(config)
-        names = [*FILES, *filter(library.is_loading_file, sorted(names_in(directory)))]
+        names = [*FILES, *filter(library.loads_file, sorted(names_in(directory)))]
         files = {name: read(name) for name in names if (directory / name).is_file()}
         return Companions(directory, files, library=library)
     code = own_code_files(config)
@@ -225,13 +225,13 @@ def own_code_files(config: Mapping[str, Any]) -> set[str]:
     return {f"{name.split('.')[0]}.py" for name in classes if isinstance(name, str) and "--" not in name}
 
 
-def base_directory_of(base: str) -> Path:
+def resolve_base_directory(base: str) -> Path:
     """Return the directory that `base` names; for a Hub id, the cache, into which missing companions are downloaded."""
     if "://" in base:
         return to_path(base)
     if Path(base).is_dir():
         return Path(base)
-    if not is_model_id(base):
+    if not means_hub_model(base):
         hint = f"pass the directory `{Path(base).parent}`" if Path(base).is_file() else hint_for_hub_id(base)
         raise Usage(f"expected a directory or a Hub id like `org/model`, found `{base}`", hint=hint)
     if "@" in base:

@@ -37,7 +37,7 @@ class TransformGroup:
         return tuple(name for names in self.found.values() for name in names)
 
 
-def transforms_of(meta: MetaModel, hub_names: Collection[str] | None) -> list[Any]:
+def transforms_reverted_on_save(meta: MetaModel, hub_names: Collection[str] | None) -> list[Any]:
     """Return the transforms from disk to memory that saving reverts.
 
     For a model that was loaded from tensors with `hub_names`, these are the transforms that changed something. For any
@@ -61,13 +61,15 @@ def every_transform(meta: MetaModel, *, add_legacy: bool) -> list[Any]:
         return list(get_model_conversion_mapping(meta.model, add_legacy=add_legacy))
 
 
-def to_disk(meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, Any]) -> TransformedTensors:
+def transform_to_disk_form(
+    meta: MetaModel, transforms: Sequence[Any], tensors: Mapping[str, Any]
+) -> TransformedTensors:
     """Return in-memory tensors as `save_pretrained` would write them."""
     reverse = [transform.reverse_transform() for transform in reversed(transforms)]
     return transform_all(meta, reverse, tensors, is_to_disk=True)
 
 
-def to_memory(meta: MetaModel, tensors: Mapping[str, Any]) -> TransformedTensors:
+def transform_to_memory_form(meta: MetaModel, tensors: Mapping[str, Any]) -> TransformedTensors:
     """Return tensors from disk as `from_pretrained` would have them in memory."""
     return transform_all(meta, every_transform(meta, add_legacy=True), tensors, is_to_disk=False)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
 from ckptkit.models.architectures import EMBEDDING, HEAD, ROUTER, Table, find_table
-from ckptkit.models.conversion_mapping import to_disk, transforms_of
+from ckptkit.models.conversion_mapping import transform_to_disk_form, transforms_reverted_on_save
 from ckptkit.models.transformers_model import MetaModel, find_meta_model, linear_modules
 
 _SIZES = (
@@ -80,7 +80,7 @@ class Expected(ABC):
         """Return the tensors of linear layers and experts, for a model stored in `form`."""
 
     @property
-    def is_llama(self) -> bool:
+    def computes_like_llama(self) -> bool:
         """Return whether the model's blocks compute the same as Llama's."""
         return False
 
@@ -118,7 +118,7 @@ class ExpectedByTable(Expected):
         return LinearLayers(tuple(names), frozenset([HEAD]))
 
     @property
-    def is_llama(self) -> bool:
+    def computes_like_llama(self) -> bool:
         return self.table.mixture is None
 
     @property
@@ -176,7 +176,7 @@ def expected_model(config: Mapping[str, Any], ask_base: AskBase = None) -> Expec
     disk. Raises `Unsupported` for an unknown model.
     """
     own = find_expected_by_table(config)
-    if own is not None and own.is_llama:
+    if own is not None and own.computes_like_llama:
         return own
     hub_names = ask_base() if ask_base else None
     if own is not None and (hub_names is None or covers_or_fits_in_form(hub_names, own.forms[0])):
@@ -242,7 +242,7 @@ def memory_form(meta: MetaModel) -> Form:
 
 @cache
 def saved_form(meta: MetaModel, hub_names: frozenset[str] | None) -> Form:
-    on_disk = to_disk(meta, transforms_of(meta, hub_names), meta.model.state_dict())
+    on_disk = transform_to_disk_form(meta, transforms_reverted_on_save(meta, hub_names), meta.model.state_dict())
     return make_form(meta, {name: tuple(tensor.shape) for name, tensor in on_disk.tensors.items()}, on_disk.came_from)
 
 

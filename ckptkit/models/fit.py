@@ -11,7 +11,7 @@ from ckptkit.engine.compare import compare_layouts
 from ckptkit.errors import Caution, Mismatch, Unsupported
 from ckptkit.formats import locate_all_chunks
 from ckptkit.layout import Layout, edits
-from ckptkit.layout.renames import find_prefix_rule, fold_numbers
+from ckptkit.layout.renames import find_prefix_rule, numbers_to_wildcards
 from ckptkit.models.architectures import HEAD, find_embedding, has_tied_head
 from ckptkit.models.companions import Companions
 from ckptkit.models.expected import Form, closest_form_or_error
@@ -36,7 +36,7 @@ def fit_to_config(
     config = companions.config
     if config is None or form is None:
         return layout, dropped, notes
-    notes[:0] = companions.source_lines()
+    notes[:0] = companions.describe_sources()
     layout, remarks = drop_tied(layout, ties_to_drop(layout, config, form))
     notes += remarks
     if isinstance(form, Unsupported):
@@ -58,8 +58,8 @@ def fit_to_config(
         if strict:
             hint = "drop them with --exclude"
             raise Mismatch(message, tensor=extra[0], path=companions.found_in, hint=hint)
-        described = set(map(fold_numbers, form.shapes))
-        is_of_layer = any(fold_numbers(name) in described for name in extra)
+        described = set(map(numbers_to_wildcards, form.shapes))
+        is_of_layer = any(numbers_to_wildcards(name) in described for name in extra)
         notes.append(Caution(f"kept {message}; loaders skip them") if is_of_layer else f"kept {message}")
     return layout, dropped, notes
 
@@ -140,7 +140,7 @@ def require_equal_tied(layout: Layout, name: str, tied_to: str) -> None:
         hint = f"if both are equal, pass --exclude {name}"
         message = f"tied to `{tied_to}`, and ckptkit cannot compare quantized tensors"
         raise Unsupported(message, path=layout.path, tensor=name, hint=hint)
-    head = locate_all_chunks(edits.rename_tensors(layout, {name: tied_to}))
+    head = locate_all_chunks(edits.select_and_rename_tensors(layout, {name: tied_to}))
     other = locate_all_chunks(edits.select_entries(layout, tied_to.__eq__))
     if head.tensors == other.tensors:
         return

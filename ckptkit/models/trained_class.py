@@ -24,7 +24,7 @@ _HEAD = re.compile(r"(?:.*\.)?(?:score|(?:pre_)?classifier|qa_outputs|pooler|cla
 _VALUE_HEAD = re.compile(r"(?:.*\.)?(?:v_head|value_head|reward_head|regression_head)\..+")
 
 
-def is_trained_head(name: str) -> bool:
+def is_task_head_name(name: str) -> bool:
     return bool(_HEAD.fullmatch(name) or _VALUE_HEAD.fullmatch(name))
 
 
@@ -36,7 +36,7 @@ def with_trained_class(shapes: Mapping[str, Shape], config: Config, form: Form) 
     labels.
     """
     extra = sorted(shapes.keys() - form.shapes.keys())
-    heads = [name for name in extra if is_trained_head(name)]
+    heads = [name for name in extra if is_task_head_name(name)]
     if not heads:
         return config, []
     named = ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))

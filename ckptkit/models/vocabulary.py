@@ -31,7 +31,7 @@ def has_row_per_token(name: str) -> bool:
     return _ROWS.fullmatch(name) is not None
 
 
-def row_count_by_name(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+def vocabulary_rows_by_name(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
     return {name: tensor.spec.shape[0] for name, tensor in tensors.items() if has_row_per_token(name)}
 
 
@@ -98,7 +98,7 @@ class NewVocabulary:
                 continue
             axis, size, shape = token_axis.axis, self.rows + token_axis.extra, tensor.spec.shape
             if size < shape[axis]:
-                resized[name] = axes.cut_axis(tensor, axis, 0, size)
+                resized[name] = axes.narrow_axis(tensor, axis, 0, size)
             elif size > shape[axis]:
                 spec = Spec(tensor.spec.dtype, axes.replace_sizes_at(shape, axis, 1, (size - shape[axis],)))
                 zeros = StoredTensor(spec, (Chunk.of_zeros(full_box(spec.shape), spec.dtype),))
@@ -119,7 +119,7 @@ class NewVocabulary:
         return sizes[first]
 
 
-def vocabulary_of_config(config: Mapping[str, Any]) -> NewVocabulary:
+def vocabulary_axes_of_config(config: Mapping[str, Any]) -> NewVocabulary:
     size = find_vocabulary_size(config)
     try:
         return NewVocabulary(0, {}) if size is None else NewVocabulary.of(config, size)
@@ -141,7 +141,7 @@ def token_axis_between(name: str, rows: int, shape: Shape, longer: Shape) -> Tok
 def check_vocabulary_rows(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
     """Raise `Mismatch` for an embedding or head whose number of rows differs from vocab_size in config.json."""
     size = find_vocabulary_size(config)
-    for name, rows in row_count_by_name(tensors).items():
+    for name, rows in vocabulary_rows_by_name(tensors).items():
         if size not in (None, rows):
             hint = f"--vocab-size {size} {'leaves out' if rows > size else 'adds zeros for'} the difference"
             message = f"expected {size} rows (vocab_size in config.json), found {rows}: one of the two is padded"

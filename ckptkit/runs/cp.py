@@ -27,7 +27,7 @@ from ckptkit.errors import Corrupt, IOFailure, NoRoom, Unsafe, Usage, translate_
 from ckptkit.io import pieces
 from ckptkit.io.allocation import create_file, make_directory, require_free_space, unallocated_bytes
 from ckptkit.io.crc32 import crc32
-from ckptkit.io.destination import StorePieces, hint_on_kept_data, open_destination, to_destination
+from ckptkit.io.destination import StorePieces, errors_with_resume_hint, open_destination, to_destination
 from ckptkit.io.file import file_size, list_children, opening, read_at
 from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.local_file import is_link_outside_cache
@@ -355,7 +355,7 @@ def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool)
         overwrite=overwrite,
         check=partial(marker_files_in_store, dst, sizes, output_is_training=contents.has_training_state),
     )
-    with hint_on_kept_data(destination):
+    with errors_with_resume_hint(destination):
         sums = send(StorePieces(destination, marks)).files
         for name in (*(name for name in sizes if name not in marks), *marks):
             if is_sent_in_pieces(sizes[name]) or name not in marks:
@@ -370,4 +370,4 @@ def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool)
                 destination.put_marker(name, bytearray(content), sums[name])
         destination.commit()
     drop_cached_listing(dst)
-    return destination.sent_bytes, destination.remarks_on_upload()
+    return destination.sent_bytes, destination.missing_feature_remarks()

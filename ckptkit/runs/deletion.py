@@ -46,7 +46,7 @@ def locked_for_deletion(root: Path, *, patience: float = 0) -> Iterator[None]:
             path = lock_path(directory / "prune")
             with translate_os_errors(directory):
                 try:
-                    lock = acquire_lock(path, patience=patience)
+                    lock = acquire_lock(path, timeout=patience)
                 except Occupied as error:
                     message = "another process is deleting checkpoints here"
                     raise Occupied(message, path=directory, hint="wait for it to end") from error
@@ -127,12 +127,12 @@ def locked_watch(root: Path, key: str) -> Iterator[int]:
             raise Unsafe(message, path=folder, hint="remove it")
         make_directories(folder, sync=True)
         try:
-            lock = acquire_lock(path, patience=_PATIENCE)
+            lock = acquire_lock(path, timeout=_PATIENCE)
         except Occupied as error:
             hint = "wait for it to end, or for the command that it had begun when it was killed"
             raise Occupied("another watch with the same commands handles this run", path=root, hint=hint) from error
     try:
-        write_protected_name(lock, "")
+        record_protected_name(lock, "")
         yield lock
     finally:
         release_lock(lock, path)
@@ -153,10 +153,10 @@ class LocalLease:
     def protect(self, checkpoint: Path) -> None:
         # with the lock for deleting: prune must not delete it after it has looked for protections
         with locked_for_deletion(checkpoint.parent, patience=_PATIENCE):
-            write_protected_name(self.lock, checkpoint.name)
+            record_protected_name(self.lock, checkpoint.name)
 
     def unprotect(self) -> None:
-        write_protected_name(self.lock, "")
+        record_protected_name(self.lock, "")
 
     def now_ns(self) -> int:
         with translate_os_errors(self.root):
@@ -193,7 +193,7 @@ def is_handled_by_watch(checkpoint: Path) -> bool:
     return False
 
 
-def write_protected_name(lock_descriptor: int, name: str) -> None:
+def record_protected_name(lock_descriptor: int, name: str) -> None:
     """Write the name of the protected checkpoint into a lock file, "" for none."""
     os.ftruncate(lock_descriptor, 0)
     os.pwrite(lock_descriptor, os.fsencode(name), 0)

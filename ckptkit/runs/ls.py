@@ -140,7 +140,7 @@ list_run = ls  # its name in earlier versions
 def checkpoint_or_models_at(path: Path) -> list[Checkpoint]:
     """Return the checkpoint at a path that is not a run, or each model in a directory. Raises `NotACheckpoint`."""
     here = Checkpoint.at(path)
-    if files := checkpoint_files_in(here):
+    if files := checkpoints_side_by_side_in(here):
         return [Checkpoint.at(file) for file in files]
     models = [component.path for component in here.models]
     is_folder = here.step_in_name is None and (len(models) > 1 or len(models) == len(here.components))
@@ -151,7 +151,7 @@ def checkpoint_or_models_at(path: Path) -> list[Checkpoint]:
     return [here]
 
 
-def checkpoint_files_in(directory: Checkpoint) -> list[Path]:
+def checkpoints_side_by_side_in(directory: Checkpoint) -> list[Path]:
     """Return the outputs of ckptkit, or else the single-file checkpoints, in a directory that is no checkpoint itself.
 
     Returns [] if the files together are one checkpoint.

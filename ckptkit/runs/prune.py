@@ -35,12 +35,12 @@ from ckptkit.runs.demote import demote, plan_demotion
 from ckptkit.runs.ls import nbytes_and_time_below, problem_in_one_line
 from ckptkit.runs.retention import (
     Best,
+    Dependents,
     Policy,
-    Readers,
     SavedCheckpoint,
     decide_retention,
+    dependents_by_checkpoint,
     read_metrics,
-    readers_by_checkpoint,
     require_known_metric,
 )
 from ckptkit.runs.run_backend import RunBackend, open_run_backend, protections_of, require_run, uncached_path_of
@@ -144,7 +144,7 @@ def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
     """Return the decision on every directory of a run. Keeps a checkpoint that another process is replacing."""
     root, unfinished = keeper.root, keeper.unfinished_deletions()
     paths = [path for path in list_directories(root) if not path.name.startswith(".") and path not in unfinished]
-    readers = readers_by_checkpoint(root)
+    readers = dependents_by_checkpoint(root)
     examined = {path: find_checkpoint_or_reason(path, readers.get(path.name, ())) for path in paths}
     other = [
         PruneEntry(
@@ -225,7 +225,7 @@ def execute_prune(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: 
     )
 
 
-def find_checkpoint_or_reason(path: Path, read_by: Readers) -> SavedCheckpoint | str:
+def find_checkpoint_or_reason(path: Path, read_by: Dependents) -> SavedCheckpoint | str:
     """Return the checkpoint in a directory, or the reason why prune ignores it. Reads no tensors."""
     checkpoint = Checkpoint.in_run(path)
     step = checkpoint.step_in_name

@@ -22,9 +22,9 @@ from ckptkit.io.file import list_directories, names_in, read_small
 from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.path import is_remote
 from ckptkit.runs.run_backend import protections_of
-from ckptkit.trainers import metrics_files, run_sort_key
+from ckptkit.trainers import checkpoint_sort_key, metrics_files
 
-Readers = tuple[tuple[str, str], ...]  # the name of an entry of the run, and the reason why it needs the checkpoint
+Dependents = tuple[tuple[str, str], ...]  # the name of an entry of the run, and the reason why it needs the checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class SavedCheckpoint:
     metrics: Mapping[str, float]
     holds: tuple[str, ...] = ()
     is_weights_only: bool = False
-    read_by: Readers = ()
+    read_by: Dependents = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Verdict:
 
 def decide_retention(checkpoints: Iterable[SavedCheckpoint], policy: Policy) -> list[Verdict]:
     """Return the decision on each checkpoint, newest first. Always keeps the newest that a training can resume from."""
-    newest_first = sorted(checkpoints, key=lambda saved: run_sort_key(saved.step, saved.path.name), reverse=True)
+    newest_first = sorted(checkpoints, key=lambda saved: checkpoint_sort_key(saved.step, saved.path.name), reverse=True)
     best = best_checkpoints_by(newest_first, policy.best) if policy.best else []
     steps = list(dict.fromkeys(saved.step for saved in newest_first))
     resumable = [saved.step for saved in newest_first if not saved.is_weights_only]
@@ -159,7 +159,7 @@ def require_known_metric(root: Path, complete: Sequence[SavedCheckpoint], policy
 
 def saved_checkpoints_of(run: RunFolder) -> list[SavedCheckpoint]:
     """Return the complete checkpoints that `Run.save` wrote: without links, other names, and weights-only ones."""
-    readers = readers_by_checkpoint(run.root)
+    readers = dependents_by_checkpoint(run.root)
     return [
         SavedCheckpoint(
             checkpoint.path,
@@ -196,7 +196,7 @@ def read_metrics(checkpoint: Path) -> dict[str, float]:
     return {}
 
 
-def readers_by_checkpoint(root: Path) -> Mapping[str, Readers]:
+def dependents_by_checkpoint(root: Path) -> Mapping[str, Dependents]:
     """Return, by its name, the readers of each directory of the run at `root` that another directory of it reads.
 
     Does not look at links in the run itself, which are trackers, and at hidden directories.

@@ -11,7 +11,7 @@ from ckptkit.checkpoints.find_components import is_hidden_file_not_copied, is_ma
 from ckptkit.checkpoints.replaceable import checkpoint_and_manifest_files, training_state_at
 from ckptkit.errors import NotACheckpoint, Occupied, Unsafe, Usage, translate_os_errors
 from ckptkit.formats import FORMATS, FormatWriter, find_format_of_file_name, get_format
-from ckptkit.io.destination import is_keeping_other_files, require_absent
+from ckptkit.io.destination import allows_other_files, require_absent
 from ckptkit.io.file import destination_exists_error, list_children
 from ckptkit.io.joined_path import local_paths_of
 from ckptkit.io.local_file import is_link_outside_cache
@@ -34,7 +34,7 @@ def require_free_or_replaceable(dst: Path, *, overwrite: bool, is_file: bool) ->
                 error.hint = _HINT  # do not suggest --overwrite: a mistake would delete training state
             raise
     elif not overwrite:
-        if not is_keeping_other_files(dst):
+        if not allows_other_files(dst):
             require_absent(dst, is_file=is_file)
             return
         drop_cached_listing(dst)

@@ -31,8 +31,8 @@ from ckptkit.models.fit import join_few_names
 from ckptkit.models.names.weights import (
     LeftOut,
     count_left_out_by_location,
+    mark_weights_in_blobs,
     training_state_names,
-    with_weights_in_blobs,
 )
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.master_weights import unnamed_masters_in
@@ -85,7 +85,7 @@ class Draft:
         """
         given = sources[0]
         if options.salvage:
-            given = with_lost_operands(sources, more.get("recipes", {}))
+            given = mark_tensors_with_lost_operands(sources, more.get("recipes", {}))
             sources = [split_off_lost_tensors(source)[0] for source in (given, *sources[1:])]
         unpacked = tuple(map(decompress_entries, sources))
         layout_options = WriterOptions(options.max_shard_size, world_size, file, stem=stem)
@@ -184,7 +184,7 @@ def remarks_on_other_dtypes(promised: Layout, located: Layout) -> Iterator[str]:
         yield f"{which}: expected {dtype}, found {stored} in the file; cast, as torch does"
 
 
-def with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe]) -> Layout:
+def mark_tensors_with_lost_operands(sources: Sequence[Layout], recipes: Mapping[str, Recipe]) -> Layout:
     """Return the first source, with tensors marked as lost if their recipe needs a lost tensor."""
     first, tensors = sources[0], dict(sources[0].tensors)
     for name in recipes.keys() & tensors.keys():
@@ -224,7 +224,7 @@ class Entries:
         """
         names = frozenset(read.names).intersection(written)
         unaccounted = [name for name in read.names if name not in names and name not in dropped]
-        names |= names_with_bytes_in(read, unaccounted, used) if unaccounted else frozenset()
+        names |= names_with_used_bytes(read, unaccounted, used) if unaccounted else frozenset()
         forgotten = [name for name in unaccounted if name not in names]
         if forgotten:
             message = f"the output would lose this entry{and_more(len(forgotten) - 1)}, and no option drops it"
@@ -237,7 +237,7 @@ class Entries:
         return count_left_out_by_location(self.read, self.prefix, self.dropped, self.written)
 
 
-def names_with_bytes_in(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
+def names_with_used_bytes(read: Layout, names: Iterable[str], used: Iterable[Layout]) -> frozenset[str]:
     """Return the tensors whose bytes are used by other layouts, under any name, in full or in part."""
     return frozenset(name for name, _ in tensors_sharing_bytes(read, names, used))
 
@@ -357,7 +357,7 @@ def draft_of_model(model: Model, output: Path, options: ConvertOptions) -> Conve
     weights = model.weights
     written = weights.origins_of(draft.wanted.tensors) | model.merged
     lost = weights.origins_of(draft.given.tensors.keys() - draft.wanted.tensors)
-    left_out = with_weights_in_blobs(model.part.layout, weights.left_out)
+    left_out = mark_weights_in_blobs(model.part.layout, weights.left_out)
     dropped = {**left_out, **model.dropped, **dict.fromkeys(lost, DAMAGED)}
     return Conversion(
         origins=[Origin.of(path) for path in model.origins],

@@ -19,14 +19,14 @@ from ckptkit.layout import OWN, Layout, edits
 from ckptkit.models.companions import CONFIG, dump_config, find_companions, read_config_json
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names.copies import find_copies_in
-from ckptkit.models.names.naming import name_checkpoint
+from ckptkit.models.names.naming import rename_checkpoint_parameters
 from ckptkit.models.names.rename_parameters import renamable_parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
 from ckptkit.models.token_ids import notes_on_vocabulary_rows
 from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.directories import files_of_format_in, files_to_copy_and_others, path_below
-from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, names_with_bytes_in, tensors_sharing_bytes
+from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, names_with_used_bytes, tensors_sharing_bytes
 from ckptkit.state.names import collect_name_arguments, weight_entry_names
 from ckptkit.state.optimizers import Completed, Rekeying, choose_optimizer_keys, complete_optimizers, nest_optimizers
 from ckptkit.state.options import ConvertOptions
@@ -61,7 +61,10 @@ class Piece:
             return cls((first,), complete, restored)
         layouts = [complete, *(part.layout for part in others)]
         if any(part.folder != first.folder for part in others):  # then use paths relative to the checkpoint's directory
-            layouts = [edits.with_paths_below(layout, part.folder) for layout, part in zip(layouts, parts, strict=True)]
+            layouts = [
+                edits.prepend_directory_to_paths(layout, part.folder)
+                for layout, part in zip(layouts, parts, strict=True)
+            ]
         return cls(tuple(parts), join_layouts(layouts[0].root, parts, layouts), restored)
 
     @property
@@ -79,7 +82,7 @@ class Piece:
         dropped |= options.edits.reasons_to_drop(layout.names) | dict.fromkeys(lost, DAMAGED)
         written = frozenset(chosen.names).difference(lost)
         if options.changes_names:
-            unused = (written - chosen.blobs.keys()) - names_with_bytes_in(chosen, chosen.tensors, sources)
+            unused = (written - chosen.blobs.keys()) - names_with_used_bytes(chosen, chosen.tensors, sources)
             dropped |= dict.fromkeys(unused, f"no name in `{options.names}`")
             written -= unused
         return Entries.of(layout, written, dropped)
@@ -181,7 +184,7 @@ def choose_entries(piece: Piece, options: ConvertOptions, world_size: int) -> tu
     remarks += [f"wrote `{name}` {how}" for name in chosen.tensors.keys() & piece.restored]
     if not options.writer.is_sharded:
         return chosen, remarks
-    chosen, more = drop_state_of_ranks(chosen, world_size)
+    chosen, more = drop_unusable_rank_state(chosen, world_size)
     return chosen, [*remarks, *more]
 
 
@@ -211,7 +214,7 @@ def draft_piece(
         notes = [] if rows is None else notes_on_vocabulary_rows(companions, rows)
         ask_base = base_names_function(options.base)
         asked = collect_name_arguments(part, options.wanted_names, companions.config, options.table, rows, ask_base)
-        layout, remarks = name_checkpoint(layout, asked)
+        layout, remarks = rename_checkpoint_parameters(layout, asked)
         remarks += notes
     refuse_untranslated_copies(chosen, layout, weights)
     if len(piece.parts) > 1:
@@ -292,7 +295,7 @@ def with_vocabulary_in_configs(conversion: Conversion, rows: int) -> Conversion:
 # so, because a job would otherwise load the state of another rank.
 
 
-def drop_state_of_ranks(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
+def drop_unusable_rank_state(layout: Layout, world_size: int) -> tuple[Layout, list[str]]:
     """Return the checkpoint without per-rank state that `world_size` ranks cannot use, and notes about that state."""
     owners = {name: owner for name in layout.names if (owner := find_owner_rank_of_key(layout.key(name))) is not None}
     groups = sorted({str(layout.key(name)[0]) for name in owners})

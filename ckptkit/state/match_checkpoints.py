@@ -27,7 +27,7 @@ from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import forms_of_model
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB
-from ckptkit.models.names.naming import AskedNames, name_checkpoint
+from ckptkit.models.names.naming import AskedNames, rename_checkpoint_parameters
 from ckptkit.models.names.rename_parameters import NewName, rename_in_group_lists, rename_in_key_path
 from ckptkit.models.names.weights import LeftOut, Weights, find_model_key, find_weights_or_none, has_weights
 from ckptkit.state.names import AS_THEY_ARE, NameOptions, collect_name_arguments
@@ -114,9 +114,9 @@ def join_files_beside_model(checkpoint: Checkpoint) -> Side | None:
     return Side(model.path, with_separate_group_settings(checkpoint.layout))
 
 
-def rename_sides(sides: Sequence[Side], named: NameOptions) -> list[Side]:
+def rename_parameters_in_sides(sides: Sequence[Side], named: NameOptions) -> list[Side]:
     """Return the sides (components of one checkpoint) with parameters renamed as the user asks."""
-    layouts = named.rename_layouts([side.layout for side in sides])
+    layouts = named.rename_parameters_in_layouts([side.layout for side in sides])
     return [side.with_layout_and_remarks(layout) for side, layout in zip(sides, layouts, strict=True)]
 
 
@@ -141,7 +141,7 @@ def with_hub_names_on_both(one: Checkpoint, two: Checkpoint, pair: Pair, named: 
             named_sides.append(side)
             continue
         asked = collect_name_arguments(checkpoint, HUB, config, table)
-        layout, remarks = name_checkpoint_if_possible(side.layout, asked, side.path, must=table is not None)
+        layout, remarks = rename_parameters_if_possible(side.layout, asked, side.path, must=table is not None)
         named_sides.append(side.with_layout_and_remarks(layout, *remarks))
     return named_sides[0], named_sides[1]
 
@@ -157,12 +157,12 @@ def may_have_different_names(one: Checkpoint, two: Checkpoint, config: Mapping[s
         return False
 
 
-def name_checkpoint_if_possible(
+def rename_parameters_if_possible(
     layout: Layout, asked: AskedNames, path: Path, *, must: bool = False
 ) -> tuple[Layout, list[str]]:
     """Return a layout under the names that were asked for; unchanged, with a remark, if that is impossible."""
     try:
-        return name_checkpoint(layout, asked)
+        return rename_checkpoint_parameters(layout, asked)
     except (Mismatch, Unsupported) as error:
         if must:
             raise

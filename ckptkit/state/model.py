@@ -93,12 +93,12 @@ class Model:
         recipes = {name: recipe for name, recipe in self.recipes.items() if name in names}
         return replace(self.with_layout(edits.select_entries(self.layout, names.__contains__)), recipes=recipes)
 
-    def with_dropped(self, reasons: Mapping[str, str]) -> Model:
+    def with_drop_reasons(self, reasons: Mapping[str, str]) -> Model:
         """Return the model with reasons why the source entries of these tensors are not written."""
         dropped = {old: why for name, why in reasons.items() for old in self.weights.origins_of([name])}
         return replace(self, dropped={**self.dropped, **dropped})
 
-    def with_merged_duplicates(self, names: Iterable[str]) -> Model:
+    def with_record_of_duplicates(self, names: Iterable[str]) -> Model:
         """Return the model with the note that these tensors equal others, which are written."""
         return replace(self, merged=self.merged | self.weights.origins_of(names))
 
@@ -106,7 +106,7 @@ class Model:
         """Return the model with a new name for each tensor."""
         weights = replace(
             self.weights,
-            layout=edits.rename_tensors(self.layout, {name: new_name(name) for name in self.layout.tensors}),
+            layout=edits.select_and_rename_tensors(self.layout, {name: new_name(name) for name in self.layout.tensors}),
             came_from={new_name(name): old for name, old in self.weights.came_from.items()},
         )
         return replace(

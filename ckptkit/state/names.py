@@ -12,7 +12,7 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.errors import Unsupported, errors_at
 from ckptkit.layout import Layout
-from ckptkit.layout.renames import outline_of
+from ckptkit.layout.renames import mask_numbers
 from ckptkit.models.companions import find_companions
 from ckptkit.models.expected import AskBase
 from ckptkit.models.names.family import Family
@@ -33,7 +33,7 @@ def collect_name_arguments(
     rows: int | None = None,
     ask_base: AskBase = None,
 ) -> AskedNames:
-    """Return the arguments of `name_weights` and `name_checkpoint` for a checkpoint.
+    """Return the arguments of `name_weights` and `rename_checkpoint_parameters` for a checkpoint.
 
     `names` is a family's name, `HUB` or `KEEP`. For the other parameters see `AskedNames`.
     """
@@ -92,7 +92,7 @@ class NameOptions:
         """Return the options. Raises `Usage` for an invalid table or rule."""
         table = None if map is None else read_family_file(Path(map))
         rules = (rename,) if isinstance(rename, str) else tuple(rename)
-        Edits(rename=rules).check_rename_rules()
+        Edits(rename=rules).check_rule_syntax()
         return cls(table, rules, None if base is None else os.fspath(base), allow_unmatched)
 
     def find_config_of(self, checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -101,7 +101,7 @@ class NameOptions:
             return checkpoint.companions.config
         return find_companions(checkpoint.model_component.path, self.base).config
 
-    def rename_layouts(self, layouts: Sequence[Layout]) -> list[Layout]:
+    def rename_parameters_in_layouts(self, layouts: Sequence[Layout]) -> list[Layout]:
         """Return the layouts of a checkpoint with its parameters renamed, in the optimizer too.
 
         Raises `Usage` if a rule matches nothing.
@@ -123,7 +123,7 @@ class NameOptions:
             {pattern.outline for texts in sides for text in texts for pattern in alternative_patterns(text)}
             for sides in ((rule.family for rule in rules), (rule.hub for rule in rules))
         )
-        return self.table if any(outline_of(name) in own - hub for name in names) else None
+        return self.table if any(mask_numbers(name) in own - hub for name in names) else None
 
 
 AS_THEY_ARE = NameOptions()  # without options on names

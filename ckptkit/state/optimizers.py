@@ -36,7 +36,7 @@ from ckptkit.layout import Layout, StoredTensor
 from ckptkit.layout.wrappers import parameter_name_in_model, without_wrapper_prefixes
 from ckptkit.models.names.weights import find_model_key, find_weights
 from ckptkit.state.options import ConvertOptions
-from ckptkit.trainers import is_other_component_name
+from ckptkit.trainers import is_non_model_component_name
 from ckptkit.words import count
 
 
@@ -244,7 +244,7 @@ def models_in_checkpoint(checkpoint: Checkpoint) -> list[OneModel]:
     main = checkpoint.model_component
     parts = [
         main,
-        *(part for part in checkpoint.components if part is not main and not is_other_component_name(part.place)),
+        *(part for part in checkpoint.components if part is not main and not is_non_model_component_name(part.place)),
     ]
     models = [model for part in parts for model in find_models(part.layout)]
     if not models:

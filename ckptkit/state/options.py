@@ -223,7 +223,7 @@ class ConvertOptions:
             if (value := getattr(self, option)) is not None and value not in words:
                 raise Usage(f"{option_name(option)}: expected {join_with_or(words)}, found `{value}`")
         if self.rename or self.dtype:
-            self.edits.check_rename_rules()
+            self.edits.check_rule_syntax()
         if self.names or self.map:
             require_known_family_name(self.names, self.table)
         if self.part not in (None, RANK):

@@ -13,7 +13,7 @@ from ckptkit.errors import Mismatch, Usage
 from ckptkit.io.path import to_model_path
 from ckptkit.layout import Layout, Spec, edits
 from ckptkit.layout.dtypes import DType, parse_dtype
-from ckptkit.layout.renames import fold_numbers, parse_rule, renaming_function
+from ckptkit.layout.renames import numbers_to_wildcards, parse_rule, renaming_function
 from ckptkit.words import count
 
 LIKE = "like:"
@@ -33,7 +33,7 @@ class Edits:
     dtype: Sequence[str] = ()
     allow_unmatched: bool = False
 
-    def check_rename_rules(self) -> None:
+    def check_rule_syntax(self) -> None:
         """Raise `Usage` for an invalid rule."""
         for rule in self.rename:
             parse_rule(rule)
@@ -104,8 +104,10 @@ class Edits:
         """Raise `Usage`, with the most similar names, for a pattern of an option that matches none of the names."""
         for pattern in () if self.allow_unmatched else patterns:
             if not any(is_match(name, pattern) for name in names):
-                by_module = {fold_numbers(name): name for name in names}  # the nearest names, each in another module
-                similar = get_close_matches(fold_numbers(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
+                by_module = {
+                    numbers_to_wildcards(name): name for name in names
+                }  # the nearest names, each in another module
+                similar = get_close_matches(numbers_to_wildcards(pattern.partition("=>")[0]), by_module, n=3, cutoff=0)
                 near = [by_module[one] for one in similar]
                 hint = f"match one of the nearest names, {', '.join(near)}; " if near else ""
                 hint += "run `ckptkit inspect CKPT --tensors` to list all names; or pass --allow-unmatched"

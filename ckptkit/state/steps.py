@@ -34,7 +34,7 @@ from ckptkit.models.names.rename_parameters import rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
 from ckptkit.models.token_ids import notes_on_vocabulary_rows, warn_of_tokens_without_row
-from ckptkit.models.trained_class import is_trained_head, with_trained_class
+from ckptkit.models.trained_class import is_task_head_name, with_trained_class
 from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.model import Model
 from ckptkit.state.names import collect_name_arguments
@@ -106,7 +106,7 @@ def is_plain_llama(model: Model) -> bool:
     llama = None
     with suppress(Unsupported):  # config.json lacks a size
         llama = None if model.companions.config is None else find_expected_by_table(model.config)
-    if llama is None or not llama.is_llama or not model.layout.tensors.keys() <= llama.shapes.keys():
+    if llama is None or not llama.computes_like_llama or not model.layout.tensors.keys() <= llama.shapes.keys():
         return False
     shapes = model.layout.shapes
     return all(shapes.get(name) == shape for name, shape in llama.parameters.items())
@@ -197,7 +197,7 @@ def record_vocabulary_size(model: Model, rows: int) -> Model:
 def fit_tensors_to_config(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
     expected = expected_form_or_error(model)
-    if isinstance(expected, Form) and any(map(is_trained_head, model.layout.tensors)):
+    if isinstance(expected, Form) and any(map(is_task_head_name, model.layout.tensors)):
         with errors_at(path=model.layout.path):
             config, words = with_trained_class(model.layout.shapes, model.config, expected)
         model = model.with_config(config).with_remarks(*words)
@@ -216,7 +216,7 @@ def fit_tensors_to_config(model: Model, options: ConvertOptions) -> Model:
     )
     remarks += warn_of_other_base(model, options)
     tied = model.layout.tensors.keys() - layout.tensors.keys() - dropped.keys()
-    model = model.with_dropped(dropped).with_merged_duplicates(tied)
+    model = model.with_drop_reasons(dropped).with_record_of_duplicates(tied)
     tokens: list[Caution] = []
     if options.vocab_size is None and model.companions.files.keys() - {CONFIG}:
         embedding = find_embedding(layout.tensors)
@@ -257,7 +257,7 @@ def restore_key_paths(model: Model, options: ConvertOptions) -> Model:
     chosen = edits.select_entries(model.part.layout, names.__contains__)
     layout, renamed = rename_parameters(chosen, names, options.edits.make_renaming())
     entry_names = {new: renamed.get(old, old) for new, old in weights.came_from.items()}
-    siblings = tuple(edits.rename_tensors(other, entry_names) for other in model.siblings)
+    siblings = tuple(edits.select_and_rename_tensors(other, entry_names) for other in model.siblings)
     came_from = {renamed.get(old, old): old for old in names}
     return replace(model, weights=replace(weights, layout=layout, came_from=came_from), siblings=siblings)
 

@@ -22,7 +22,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.replaceable import marker_files_in_store
 from ckptkit.engine.blocks import blocks_of_plan
 from ckptkit.engine.check_sources import Sources, range_start_of
-from ckptkit.engine.copy import check_all_units_written, copy_blocks, copy_by_plan
+from ckptkit.engine.copy import copy_blocks, copy_by_plan, verify_copy
 from ckptkit.engine.ledger import Ledger
 from ckptkit.engine.scan import JOBS
 from ckptkit.engine.shares import Share
@@ -30,7 +30,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.io.allocation import create_file, make_directory
 from ckptkit.io.assembly import Assembly, PendingBytes, PieceKey
 from ckptkit.io.crc32 import combine_crc32, crc32
-from ckptkit.io.destination import Destination, hint_on_kept_data, open_destination
+from ckptkit.io.destination import Destination, errors_with_resume_hint, open_destination
 from ckptkit.io.file import file_size, opening, read_at
 from ckptkit.io.path import drop_cached_listing
 from ckptkit.io.pieces import FilePiece, cut_into_pieces, is_sent_in_pieces, new_piece_buffer
@@ -122,7 +122,7 @@ def opened_upload(conversion: Conversion, share_count: int) -> Iterator[OutputUp
         by_training = conversion.is_training_file
         check = partial(marker_files_in_store, conversion.output, conversion.file_sizes, output_is_training=by_training)
         destination.claim(overwrite=conversion.options.overwrite, check=check)
-        with hint_on_kept_data(destination):
+        with errors_with_resume_hint(destination):
             yield OutputUpload(conversion, Path(room), plans, destination, marks)
     drop_cached_listing(conversion.output)
 
@@ -199,26 +199,24 @@ class OutputUpload:
         total = sum(plan.destination_nbytes for plan in self.plans) // share.count
         progress = make_progress_reporter(options.progress, total)
         return [
-            copy_by_plan(
-                plan, share, jobs=self.jobs, progress=progress, output=assembly.files_in_directory(draft.place)
-            )
+            copy_by_plan(plan, share, jobs=self.jobs, progress=progress, output=assembly.directory_writer(draft.place))
             for draft, plan in zip(self.conversion.drafts, self.plans, strict=True)
         ]
 
     def copy_remaining(self, assembly: Assembly, ledgers: Sequence[Ledger]) -> None:
         """Copy the data of pieces that no single share could fill. The ledgers contain the CRC-32 of all data."""
         for draft, plan, ledger in zip(self.conversion.drafts, self.plans, ledgers, strict=True):
-            output = assembly.files_in_directory(draft.place)
+            output = assembly.directory_writer(draft.place)
             for target in plan.targets:
                 offset, nbytes = target.chunk.checksummed_range
-                crc = ledger.written.find_complete(range_start_of(target.chunk), nbytes)
+                crc = ledger.written.find_complete_crc(range_start_of(target.chunk), nbytes)
                 if crc is not None:
                     output.record_written(target.chunk.path, offset, 0, nbytes, crc)
             pairs = ((block, block.target.chunk) for block in blocks_of_plan(plan))
             wanted = (
                 block
                 for block, chunk in pairs
-                if output.is_any_byte_sent_here(chunk.path, chunk.offset + block.start, block.nbytes)
+                if output.should_send_any_byte(chunk.path, chunk.offset + block.start, block.nbytes)
             )
             copy_blocks(plan, wanted, Sources(plan), self.jobs, lambda _: Ledger(), output=output)
 
@@ -227,7 +225,7 @@ class OutputUpload:
         conversion = self.conversion
         assembly.send_remaining()
         pairs = zip(self.plans, ledgers, strict=True)
-        copied = [check_all_units_written(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
+        copied = [verify_copy(plan, ledger, jobs=self.jobs) for plan, ledger in pairs]
         sums = {name: self.send_file(name, path) for name, path in conversion.copied_files.items()}
         write_generated_files(conversion, self.room)
         files = finalize_output_files(conversion, self.plans, copied, sums)
@@ -247,7 +245,7 @@ class OutputUpload:
                 content = self.held.get(name) or self.read_small_file(name)
                 self.there.put_marker(name, content, crc32(content))
         self.there.commit()
-        return Written(ledgers, copied, self.there.remarks_on_upload(), self.there.kept_bytes)
+        return Written(ledgers, copied, self.there.missing_feature_remarks(), self.there.kept_bytes)
 
     def send_file(self, name: str, path: Path) -> int:
         """Send a file that does not change, and return its CRC-32."""

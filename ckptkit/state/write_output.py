@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.checkpoints.component import require_archives_of_one_save
-from ckptkit.engine.copy import check_all_units_written, copy_by_plan
+from ckptkit.engine.copy import copy_by_plan, verify_copy
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import WHOLE, Share
 from ckptkit.errors import Corrupt, IOFailure, Occupied
@@ -64,7 +64,7 @@ def write_output(conversion: Conversion) -> Written:
     written = write_share(conversion, share)
     if part != RANK or share.count == 1:
         return written
-    wait_for_ranks()
+    let_rank_zero_wait()
     return finish(conversion, share.count) if share.number == 0 else written
 
 
@@ -84,7 +84,7 @@ def writers_for(
     return write_share_on_disk, finish_shares_on_disk
 
 
-def wait_for_ranks() -> None:
+def let_rank_zero_wait() -> None:
     """Signal that this rank is done; as rank 0, also wait until all ranks are done.
 
     See https://docs.pytorch.org/docs/stable/distributed.html#environment-variable-initialization.
@@ -235,7 +235,7 @@ def verify_and_commit(
 ) -> Written:
     """Verify that everything is copied, write manifests and other files, and commit the output."""
     jobs = conversion.options.jobs
-    copied = [check_all_units_written(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
+    copied = [verify_copy(plan, ledger, jobs=jobs) for plan, ledger in zip(plans, ledgers, strict=True)]
     write_generated_files(conversion, stage.path)
     for name, path in conversion.copied_files.items():
         make_directory((stage.path / name).parent)

@@ -117,7 +117,7 @@ def split_model_from_training(planned: Layout, format_name: str) -> tuple[Portio
             raise Unsupported(
                 "only tensors can be saved in this format, and this entry is not a tensor", tensor=inner, hint=hint
             )
-    model = edits.rename_tensors(planned, weights)
+    model = edits.select_and_rename_tensors(planned, weights)
     if len(weights) == len(planned.names):
         return (Portion("", format_name, model, weights),)
     beside = replace(edits.select_entries(planned, lambda name: name not in weights), root=planned.root / TRAINING)

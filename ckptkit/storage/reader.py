@@ -42,7 +42,7 @@ from ckptkit.layout.box import Box
 from ckptkit.layout.plan import Plan, make_plan, restrict_to_needed
 from ckptkit.models.fit import restore_tied
 from ckptkit.models.names import HUB, KEEP, require_known_family_name
-from ckptkit.models.names.naming import name_checkpoint
+from ckptkit.models.names.naming import rename_checkpoint_parameters
 from ckptkit.state.names import NameOptions, collect_name_arguments
 from ckptkit.storage.entries import entry_as_torch_save
 from ckptkit.storage.memory import (
@@ -152,7 +152,8 @@ class LayoutReader(StorageReader):
     def _read_all_at_once(self, items: Sequence[list[ReadItem]], planner: LoadPlanner, terms: LoadTerms) -> None:
         """Read all items into the tensors of the state, after a check of the dtypes of all."""
         tensors = [
-            resolve_tensors(tensor_items_by_offset(layout, own), planner) for layout, own in self._with_layouts(items)
+            resolve_tensors(tensor_items_in_file_order(layout, own), planner)
+            for layout, own in self._with_layouts(items)
         ]
         for layout, resolved in zip(self.layouts, tensors, strict=True):
             terms.check_casts(specs_and_targets_of(layout, resolved))
@@ -165,7 +166,7 @@ class LayoutReader(StorageReader):
         for layout, own in self._with_layouts(items):
             read_entries(layout, own, planner)
             ledger = Ledger()
-            for item in tensor_items_by_offset(layout, own):
+            for item in tensor_items_in_file_order(layout, own):
                 name = item.storage_index.fqn
                 only = replace(layout, tensors={name: layout.tensors[name]}, blobs={}, keys={})
                 resolved = resolve_tensors([item], planner)
@@ -238,8 +239,10 @@ class Reader(LayoutReader):
         checkpoint = Checkpoint.open(self.path)
         config = self.named.find_config_of(checkpoint)
         layout = restore_tied(with_state_of_rank(checkpoint.model_component.layout, self.rank), config or {})
-        (layout,) = self.named.rename_layouts([layout])
-        layout, _ = name_checkpoint(layout, collect_name_arguments(checkpoint, self.names, config, self.named.table))
+        (layout,) = self.named.rename_parameters_in_layouts([layout])
+        layout, _ = rename_checkpoint_parameters(
+            layout, collect_name_arguments(checkpoint, self.names, config, self.named.table)
+        )
         model = edits.nest_below_key(layout, tuple(self.under.split("."))) if self.under else layout
         others = (part.layout for part in checkpoint.components if part is not checkpoint.model_component)
         return (model, *(with_state_of_rank(other, self.rank) for other in others))
@@ -340,7 +343,7 @@ def first_byte_location(tensor: StoredTensor) -> tuple[str, int]:
     return first.path, first.offset
 
 
-def tensor_items_by_offset(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
+def tensor_items_in_file_order(layout: Layout, plan: Iterable[ReadItem]) -> list[ReadItem]:
     """Return the tensor items of a plan, in the order of the files."""
     tensors = (item for item in plan if item.type == LoadItemType.TENSOR)
     return sorted(tensors, key=lambda item: first_byte_location(layout.tensors[item.storage_index.fqn]))
@@ -386,7 +389,7 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
     tied = first_name_by_tied_name(tensors)
     # otherwise the last read would silently win
     duplicates = {label: torch.empty_like(tensors[label]) for label in tied}
-    with split_tensors_on_cpu(layout, items, {**tensors, **duplicates}) as filled:
+    with cpu_buffers_for_split_tensors(layout, items, {**tensors, **duplicates}) as filled:
         needed = edits.cast_to_specs(replace(restrict_to_needed(layout, wanted), keys={}), wanted.specs)
         read_targets(make_plan(locate_all_chunks(needed), wanted), filled, ledger)
     for label, one in tied.items():
@@ -397,7 +400,7 @@ def read_tensors(layout: Layout, resolved: Resolved, planner: LoadPlanner, ledge
 
 
 @contextmanager
-def split_tensors_on_cpu(
+def cpu_buffers_for_split_tensors(
     layout: Layout, items: Mapping[str, ReadItem], tensors: Mapping[str, Tensor]
 ) -> Iterator[Mapping[str, Tensor]]:
     """Provide CPU memory instead of device tensors whose rows are stored in another order; copies it back at the end.

@@ -139,7 +139,7 @@ class StoreWriter(PlannedWriter):
         except Occupied:
             self._begun = None
             raise
-        for remark in destination.remarks_on_upload():
+        for remark in destination.missing_feature_remarks():
             warn(f"{self.path}: {remark}")
         self._upload = Upload(destination, planned, items)
         tasks = [SendTask(rank, upload, nbytes) for rank, nbytes in enumerate(sizes.values())]

@@ -111,7 +111,7 @@ def per_rank_key_patterns() -> tuple[tuple[re.Pattern[str], ...], ...]:
     return tuple(tuple(map(re.compile, patterns)) for patterns in rows_of_all_trainers("own_keys"))
 
 
-def is_other_component_name(name: str) -> bool:
+def is_non_model_component_name(name: str) -> bool:
     """Return whether a directory of this name in a checkpoint has other contents than the model."""
     return name.startswith("optim") or is_beside_model(name)
 
@@ -121,7 +121,7 @@ def find_key_for_file(name: str, step: int | None, names: Collection[str]) -> st
 
     The model is a directory with these `names`, or else a file of this `step`.
     """
-    for pattern, key, companion in files_beside_model():
+    for pattern, key, companion in patterns_beside_model():
         match = pattern.fullmatch(name)
         if match and companion in (None, *names):
             groups = match.groupdict()
@@ -130,12 +130,12 @@ def find_key_for_file(name: str, step: int | None, names: Collection[str]) -> st
     return None
 
 
-def is_beside_file_with_step(name: str) -> bool:
-    return any("step" in pattern.groupindex and pattern.fullmatch(name) for pattern, _, _ in files_beside_model())
+def is_step_file_beside_model(name: str) -> bool:
+    return any("step" in pattern.groupindex and pattern.fullmatch(name) for pattern, _, _ in patterns_beside_model())
 
 
 @cache
-def files_beside_model() -> tuple[tuple[re.Pattern[str], str, str | None], ...]:
+def patterns_beside_model() -> tuple[tuple[re.Pattern[str], str, str | None], ...]:
     """Return the files that belong to a model: pattern, key, and the file that must be beside them, if any."""
     return tuple(
         (re.compile(pattern), key, trainer.beside_of.get(pattern))
@@ -146,13 +146,15 @@ def files_beside_model() -> tuple[tuple[re.Pattern[str], str, str | None], ...]:
 
 def is_training_state(name: str) -> bool:
     """Return whether a file of this name has training state, which a model for inference does not need."""
-    is_beside = any(pattern.fullmatch(name) and not key.startswith("model") for pattern, key, _ in files_beside_model())
+    is_beside = any(
+        pattern.fullmatch(name) and not key.startswith("model") for pattern, key, _ in patterns_beside_model()
+    )
     return is_beside or matches_table_pattern("states", name) or is_bookkeeping_file_name(name)
 
 
 def is_checkpoint_file_name(name: str) -> bool:
     """Return whether a trainer gives this name to a file of one of its checkpoints."""
-    is_beside = any(pattern.fullmatch(name) for pattern, _, _ in files_beside_model())
+    is_beside = any(pattern.fullmatch(name) for pattern, _, _ in patterns_beside_model())
     return is_beside or matches_table_pattern("ranks", name) or is_bookkeeping_file_name(name)
 
 
@@ -186,7 +188,7 @@ def json_trackers() -> dict[str, tuple[str, ...]]:
     return {name: keys for trainer in TRAINERS.values() for name, keys in trainer.json_trackers.items()}
 
 
-def find_completion_marker(path: Path) -> str | None:
+def required_completion_marker(path: Path) -> str | None:
     """Return the name of the file without which the directory at `path` is unfinished; None if it needs no marker."""
     path = path.absolute()
     return find_in_tables([trainer.markers for trainer in TRAINERS.values()], [f"{path.parent.name}/{path.name}"])
@@ -272,7 +274,7 @@ def has_epoch_only(path: Path) -> bool:
     return find_number_in(path.name, "steps") is None and find_number_in(path.name, "epochs") is not None
 
 
-def run_sort_key(step: int, name: str) -> tuple[int, int, str]:
+def checkpoint_sort_key(step: int, name: str) -> tuple[int, int, str]:
     """Return the sort key of a checkpoint in its run, oldest first: its step, the version of its name, the name."""
     return step, find_number_in(name, "versions") or 0, name
 
@@ -292,7 +294,7 @@ def is_like_checkpoint_name(name: str) -> bool:
 def is_training_entry_name(name: str) -> bool:
     """Return whether an entry of a directory has the name of a checkpoint, training state, or file of a run."""
     is_step = is_like_checkpoint_name(name) or find_step_of_path(Path(name_without_suffixes(name))) is not None
-    return is_step or is_other_component_name(name) or is_training_state(name) or is_run_file_name(name)
+    return is_step or is_non_model_component_name(name) or is_training_state(name) or is_run_file_name(name)
 
 
 def is_like_checkpoint(path: Path) -> bool:

@@ -98,7 +98,7 @@ class ConfigOf(NamedTuple):
     needs: str = ""
     beside: tuple[str, ...] = ()
 
-    def is_loading_file(self, name: str) -> bool:
+    def loads_file(self, name: str) -> bool:
         """Return whether the library loads a file of this name with the model."""
         return any(re.fullmatch(pattern, name) for pattern in self.beside)
 

@@ -119,7 +119,7 @@ class TrainConfig:
             )
         if self.wrap == "size" and self.fsdp == "2":
             raise Usage("--wrap: expected block for FSDP2, found size", hint="pass --fsdp 1 to wrap by size")
-        require_adapter_settings(self)
+        require_consistent_lora_settings(self)
         require_local_paths(self)
         require_saved_metric(self.keep_best)
 
@@ -168,7 +168,7 @@ def require_saved_metric(keep_best: str | None) -> None:
     Best.parse(keep_best)
 
 
-def require_adapter_settings(config: TrainConfig) -> None:
+def require_consistent_lora_settings(config: TrainConfig) -> None:
     """Raise `Usage` for settings that contradict the training of LoRA adapters, or of a full model without LoRA."""
     if config.lora_rank is not None:
         if config.state_dict == "hf":

@@ -22,7 +22,7 @@ def initialize_model(blueprint: Blueprint, model: nn.Module, seed: int | None) -
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         new = {key: parameter for key, parameter in parameters.items() if parameter not in done}
-        if has_values_not_loaded(module) or (new and seed is not None):
+        if has_values_outside_weights(module) or (new and seed is not None):
             whole = draw_initial_parameters(blueprint, name, module, seed or 0)
             for key, parameter in new.items():
                 copy_into_shard(whole[key], parameter)
@@ -57,6 +57,6 @@ def draw_initial_parameters(blueprint: Blueprint, name: str, module: nn.Module, 
     return whole
 
 
-def has_values_not_loaded(module: nn.Module) -> bool:
+def has_values_outside_weights(module: nn.Module) -> bool:
     """Return True if the module has values that loading weights does not set: buffers or an adapter's matrix."""
     return isinstance(module, LoraMatrix) or any(True for _ in module.buffers(recurse=False))

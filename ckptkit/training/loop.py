@@ -25,7 +25,7 @@ from ckptkit.training.config import (
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.saving.run import Run
-from ckptkit.training.start import locked_run, start_training
+from ckptkit.training.start import build_trainer_and_run, locked_run
 from ckptkit.training.trainer import Trainer
 from ckptkit.words import count
 
@@ -94,7 +94,7 @@ def train_rank(config: TrainConfig, place: RankPlace, report: Report) -> None:
         stop_signal = DeferredSignal(signal.SIGTERM, signal.SIGINT)
         report_once = report if place.rank == 0 else lambda _: None  # only rank 0 reports
         before = settings_to_resume_with(config.run, config.resume)
-        trainer, run = start_training(config, mesh, lambda text: report_once(Note(text)))
+        trainer, run = build_trainer_and_run(config, mesh, lambda text: report_once(Note(text)))
         if trainer.progress.step:
             position = f"{run.root} is at step {trainer.progress.step} of {config.steps}"
             if trainer.progress.step < config.steps:

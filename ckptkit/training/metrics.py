@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckptkit.errors import Corrupt, IOFailure, Usage
-from ckptkit.io.small_files import open_lines, read_current_content, replace_file
+from ckptkit.io.small_files import open_line_writer, read_current_content, replace_file
 from ckptkit.training.config import TrainConfig
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
@@ -64,7 +64,7 @@ def peak_flops(device_type: str, dtype: torch.dtype) -> float | None:
     return next((peak for known, peak in PEAKS.items() if known in name), None)
 
 
-def peak_memory(device_type: str) -> tuple[int | None, int | None]:
+def peak_memory_since_last_call(device_type: str) -> tuple[int | None, int | None]:
     """Return the peak memory of this rank's GPU since the last call, in bytes: allocated and reserved."""
     if device_type != "cuda":
         return None, None
@@ -80,7 +80,7 @@ class Log(AbstractContextManager["Log"]):
     """
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
-        self._lines = open_lines(config.run / METRICS) if rank == 0 else None
+        self._lines = open_line_writer(config.run / METRICS) if rank == 0 else None
         self._board: Any = None
         if config.tensorboard and rank == 0:
             try:

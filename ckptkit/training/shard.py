@@ -42,7 +42,7 @@ from ckptkit.training.config import TrainConfig
 from ckptkit.training.initial import (
     copy_into_shard,
     draw_initial_parameters,
-    has_values_not_loaded,
+    has_values_outside_weights,
     initialize_model,
 )
 from ckptkit.training.models.blueprint import Blueprint
@@ -87,7 +87,7 @@ class Fsdp1:
             ):
                 return  # its weight is tied to a module that is already materialized
             module.to_empty(device=device, recurse=False)
-            if self.seed is not None or has_values_not_loaded(module):
+            if self.seed is not None or has_values_outside_weights(module):
                 whole = draw_initial_parameters(blueprint, names[module], module, self.seed or 0)
                 for name, parameter in module.named_parameters(recurse=False):
                     copy_into_shard(whole[name], parameter)
@@ -269,7 +269,7 @@ def build_sharded_model(config: TrainConfig, blueprint: Blueprint, mesh: DeviceM
     first_names = {name: first.setdefault(tensor, name) for name, tensor in model.state_dict(keep_vars=True).items()}
     strategy_mesh = mesh_for_strategy(config, mesh)
     sharding = (Fsdp1 if config.fsdp == "1" else Fsdp2)(config, strategy_mesh, seed)
-    multiplied, frozen = matmul_and_frozen_counts(model)
+    multiplied, frozen = matmul_and_frozen_numel(model)
     return ShardedModel(sharding.shard_model(blueprint, model), sharding, first_names, matrices, multiplied, frozen)
 
 
@@ -292,7 +292,7 @@ def mesh_for_strategy(config: TrainConfig, mesh: DeviceMesh) -> DeviceMesh:
     return init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def matmul_and_frozen_counts(model: nn.Module) -> tuple[int, int]:
+def matmul_and_frozen_numel(model: nn.Module) -> tuple[int, int]:
     """Return the number of elements of all parameters outside embeddings, and of the frozen ones among them."""
     owners = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
     parameters = {parameter for module in owners for parameter in module.parameters(recurse=False)}

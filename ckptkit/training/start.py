@@ -57,7 +57,7 @@ _COMPUTED = ".rotary_emb.inv_freq"  # a buffer in checkpoints of older transform
 _PRIME = 2**31 - 1  # so small that the product of two residues fits into int64
 
 
-def load_initial_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any]) -> int:
+def load_and_checksum_initial_weights(sharded: ShardedModel, path: Path, config: Mapping[str, Any]) -> int:
     """Load the weights at `path`, a checkpoint or a run (its latest checkpoint), into a model; casts dtypes.
 
     Names of another family are translated with the config.json next to the weights, or else with `config`. Adapters of
@@ -126,7 +126,7 @@ class Findings:
     needs_base: bool  # the checkpoint to resume has only adapters, so base weights must be loaded too
 
 
-def start_training(
+def build_trainer_and_run(
     config: TrainConfig, mesh: DeviceMesh, warn: Callable[[str], None] = warnings.warn
 ) -> tuple[Trainer, Run]:
     """Build the trainer and the run on every rank, at step 0 or at the step of the resumed checkpoint.
@@ -158,7 +158,7 @@ def start_training(
     # no seed: the weights are loaded next, so initializing them would be wasted
     trainer = Trainer(config, blueprint, corpus, mesh, None if findings.resume or weights else config.seed)
     if weights is not None and (findings.resume is None or findings.needs_base):
-        trainer.progress.base = load_initial_weights(
+        trainer.progress.base = load_and_checksum_initial_weights(
             trainer.sharded, weights, json.loads(blueprint.model_files()[CONFIG])
         )
     if findings.resume is not None:

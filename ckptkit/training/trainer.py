@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.training.config import TrainConfig
 from ckptkit.training.data.batches import Batch, Corpus, indices_of_rank
-from ckptkit.training.metrics import StepMetrics, flops_per_token, peak_flops, peak_memory
+from ckptkit.training.metrics import StepMetrics, flops_per_token, peak_flops, peak_memory_since_last_call
 from ckptkit.training.models.blueprint import Blueprint
 from ckptkit.training.saving.run import Run
 from ckptkit.training.seeds import derive_seed
@@ -129,7 +129,7 @@ class Trainer:
         progress.step += 1
         progress.sequences += self.config.batch_size
         progress.tokens += int(token_count)
-        allocated, reserved = peak_memory(self.device.type)
+        allocated, reserved = peak_memory_since_last_call(self.device.type)
         per_second = token_count / (time.perf_counter() - started)
         return StepMetrics(
             step=progress.step,

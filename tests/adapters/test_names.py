@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptkit.adapters.find import Adapted, find_adapters
-from ckptkit.adapters.names import WRAPPER, base_model_name, parse_tensor_name
+from ckptkit.adapters.names import WRAPPER, name_in_base_model, parse_tensor_name
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape, full_box
@@ -59,7 +59,7 @@ def test_what_is_in_training_and_what_is_saved(name: str, before: str) -> None:
 )
 def test_what_the_base_model_calls_its_own(name: str, own: str) -> None:
     assert parse_tensor_name(name) is None
-    assert base_model_name(name) == own
+    assert name_in_base_model(name) == own
 
 
 @pytest.mark.parametrize("name", ["attn.w_lora.lora.0.weight", "q_a_proj.weight", "lora_head.weight", "encoder.lora_A"])

@@ -70,7 +70,7 @@ def test_a_flipped_bit_shows_in_whatever_is_made_of_a_part(data: st.DataObject) 
         raw[chunk.offset + data.draw(st.integers(0, chunk.length - 1))] ^= 1 << data.draw(st.integers(0, 7))
         (source.root / "f").write_bytes(raw)
         axis = data.draw(st.integers(0, 1))
-        src = source.layout(t=axes.cut_axis(stored, axis, 1, 3))
+        src = source.layout(t=axes.narrow_axis(stored, axis, 1, 3))
         spec = src.tensors["t"].spec
         dst = allocated(Path(home, "dst"), spec, [Box((0, 0), spec.shape)])
         with pytest.raises(Corrupt, match="CRC-32"):

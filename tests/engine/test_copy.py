@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.engine.blocks import Block
-from ckptkit.engine.copy import Copied, check_all_units_written, copy_by_plan
+from ckptkit.engine.copy import Copied, copy_by_plan, verify_copy
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.shares import Share, narrow_to_share
 from ckptkit.engine.visit import Worker
@@ -100,7 +100,7 @@ def test_shares_done_by_anyone_in_any_order_are_the_whole(data: st.DataObject) -
             share = Share(number, count)
             part = narrowed(plan, share) if is_narrow else plan
             ledger.add_ledger(copy_by_plan(part, share, jobs=2, progress=told.append))
-        copied = check_all_units_written(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
+        copied = verify_copy(plan, Ledger.from_json(json.loads(json.dumps(ledger.to_json()))))
         assert contents(dst) == numbers.tobytes()
         check_checksums(copied, dst)
         assert (sum(told), copied.checked_bytes) == (src.nbytes, src.nbytes)
@@ -139,7 +139,7 @@ def test_a_share_that_is_missing_is_noticed(tmp_path: Path) -> None:
     ledger = copy_by_plan(plan, Share(0, 3))
     ledger.add_ledger(copy_by_plan(plan, Share(2, 3)))
     with pytest.raises(Corrupt, match="not all"):
-        check_all_units_written(plan, ledger)
+        verify_copy(plan, ledger)
 
 
 def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_what_a_journal_has_is_not_done_again(tmp_path: Path, monkeypatch: pytes
         written.append(block.start)
         return 0
 
-    monkeypatch.setattr("ckptkit.engine.copy.copy_unchanged", note)
+    monkeypatch.setattr("ckptkit.engine.copy.try_copy_unchanged", note)
     copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=1)
     assert written == list(range(6 * SMALL, 20 * SMALL, SMALL))
 
@@ -174,7 +174,7 @@ def test_files_in_turns_and_tied_tensors_go_on_too(tmp_path: Path, monkeypatch: 
     finished = len(Journal(tmp_path / "j").units)
     assert 0 < finished < 80
     ledger = copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=2)
-    check_all_units_written(plan, ledger)
+    verify_copy(plan, ledger)
     assert contents(one) == numbers.tobytes()
     assert len(Journal(tmp_path / "j").units) == 80  # both tensors' bytes, in units of SMALL
     assert ledger.resumed_bytes > 0
@@ -205,7 +205,7 @@ def test_what_is_no_longer_there_is_done_again(tmp_path: Path, monkeypatch: pyte
     damaged = bytearray(whole_file.read_bytes())
     damaged[2 * SMALL + 5 : 2 * SMALL + 9] = bytes(4)
     whole_file.write_bytes(damaged)
-    check_all_units_written(plan, copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=2))
+    verify_copy(plan, copy_by_plan(plan, journal=Journal(tmp_path / "j"), jobs=2))
     assert contents(plan.dst) == contents(plan.src)
 
 

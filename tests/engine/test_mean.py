@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.engine.check_sources import Sources
-from ckptkit.engine.copy import check_all_units_written, copy_by_plan
+from ckptkit.engine.copy import copy_by_plan, verify_copy
 from ckptkit.engine.ledger import Journal, Ledger
 from ckptkit.engine.recipes import Mean
 from ckptkit.engine.shares import Share
@@ -143,7 +143,7 @@ def test_shares_of_a_mean_are_the_whole(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(3):
         for unit in Journal(tmp_path / f"{number}.jsonl").units.values():
             ledger.add_ledger(unit)
-    assert check_all_units_written(plan, ledger).checked_bytes == 2 * dst.nbytes
+    assert verify_copy(plan, ledger).checked_bytes == 2 * dst.nbytes
     assert ledger.noted == {"t"}
     assert contents(dst) == (numbers + 1).tobytes()
 

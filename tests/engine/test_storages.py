@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.engine.copy import check_all_units_written, copy_by_plan
+from ckptkit.engine.copy import copy_by_plan, verify_copy
 from ckptkit.engine.shares import Share
 from ckptkit.errors import Corrupt
 from ckptkit.io.crc32 import Checksums, crc32
@@ -69,7 +69,7 @@ def test_shares_of_several_workers_add_up(tmp_path: Path) -> None:
     for other in ledgers[1:]:
         ledgers[0].add_ledger(other)
     with pytest.raises(Corrupt, match="damaged"):
-        check_all_units_written(plan, ledgers[0])
+        verify_copy(plan, ledgers[0])
 
 
 def test_a_storage_is_not_read_for_a_small_part_of_it(tmp_path: Path) -> None:

@@ -174,12 +174,14 @@ def _save_to_store(home: Path, run: str, env: dict[str, str]) -> None:
 
 
 def test_only_checkpoints_of_the_trainer_are_deleted_in_a_store(tmp_path: Path) -> None:
-    from ckptkit.integrations.trainer import older_in_store
+    from ckptkit.integrations.trainer import checkpoints_over_limit
 
     for name in ("checkpoint-1", "checkpoint-2", "checkpoint-3", "ckpt-1", "step_2"):
         save_alone({"model": {"w": torch.ones(2)}}, tmp_path / name)
-    assert older_in_store(tmp_path / "checkpoint-3", 2, None) == [tmp_path / "checkpoint-1"]
-    assert older_in_store(tmp_path / "checkpoint-3", 1, str(tmp_path / "checkpoint-1")) == [tmp_path / "checkpoint-2"]
+    assert checkpoints_over_limit(tmp_path / "checkpoint-3", 2, None) == [tmp_path / "checkpoint-1"]
+    assert checkpoints_over_limit(tmp_path / "checkpoint-3", 1, str(tmp_path / "checkpoint-1")) == [
+        tmp_path / "checkpoint-2"
+    ]
 
 
 def count_and_call(calls: list[None], function: Any, *arguments: Any) -> Any:

@@ -177,7 +177,7 @@ def test_files_with_known_bytes_are_put_together_in_order(
         def step(place: tuple[int, int, int]) -> None:
             offset, at, nbytes = place
             data = memoryview(whole)[offset + at : offset + at + nbytes]
-            output = assembly.files_in_directory("")
+            output = assembly.directory_writer("")
             output["x"].write_at(data, offset + at)
             output.record_written("x", offset, at, nbytes, crc32(data))
 
@@ -207,7 +207,7 @@ def test_all_threads_send_at_the_same_time(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(size))
     whole, taker = memoryview(bytes(range(size))), Meeting(0)
     assembly = Assembly(tmp_path, {"x": size}, {("x", 0): PendingBytes(size)}, taker)
-    output = assembly.files_in_directory("")
+    output = assembly.directory_writer("")
 
     @contextmanager
     def worker() -> Iterator[Step[int]]:

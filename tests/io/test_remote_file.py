@@ -19,7 +19,7 @@ from ckptkit.errors import Corrupt, IOFailure, Unsafe
 from ckptkit.io import remote_file
 from ckptkit.io.file import OpenFiles, opening, read_at, read_small
 from ckptkit.io.path import RemotePath
-from ckptkit.io.remote_file import Pages, Range, RemoteFile, group_close_pages, iterate_with_prefetch, prefetch
+from ckptkit.io.remote_file import Pages, Range, RemoteFile, group_nearby_pages, iterate_with_prefetch, prefetch
 from ckptkit.io.stores import STORES, KnownStore, Read, StoreEntry, open_store
 
 SIZE = 5_000_001
@@ -196,7 +196,7 @@ def test_pages_are_dropped_beyond_the_limit() -> None:
 
 @given(st.sets(st.integers(0, 2000)))
 def test_runs_hold_every_page_once_and_are_bounded(numbers: set[int]) -> None:
-    runs = list(group_close_pages(sorted(numbers)))
+    runs = list(group_nearby_pages(sorted(numbers)))
     assert [number for run in runs for number in run] == sorted(numbers)
     assert all((run[-1] - run[0] + 1) << 14 <= 1 << 22 for run in runs)
     assert all(later - earlier <= 32 for run in runs for earlier, later in pairwise(run))

@@ -32,11 +32,11 @@ def test_cut_and_take(made: tuple[Numbers, StoredTensor, Numbers], data: st.Data
     axis = data.draw(st.integers(0, 2))
     start = data.draw(st.integers(0, numbers.shape[axis] - 1))
     stop = data.draw(st.integers(start, numbers.shape[axis]))
-    found = axes.cut_axis(tensor, axis, start, stop)
+    found = axes.narrow_axis(tensor, axis, start, stop)
     expected = np.moveaxis(np.moveaxis(numbers, axis, 0)[start:stop], 0, axis)
     assert np.array_equal(contents(found, file), expected)
     assert np.array_equal(contents(axes.take_at_index(tensor, axis, start), file), numbers.take(start, axis))
-    parts = [axes.cut_axis(tensor, axis, a, b) for a, b in ((0, start), (start, stop), (stop, numbers.shape[axis]))]
+    parts = [axes.narrow_axis(tensor, axis, a, b) for a, b in ((0, start), (start, stop), (stop, numbers.shape[axis]))]
     assert np.array_equal(contents(axes.concatenate(parts, axis), file), numbers)
 
 
@@ -81,8 +81,8 @@ def test_the_fused_projections_of_groups_come_apart_and_together() -> None:
     numbers = np.arange(groups * (heads + 2) * width * hidden, dtype=np.int32).reshape(-1, hidden)
     tensor, file = stored(numbers, [7, 11], [0, 1])
     apart = axes.split_axis(tensor, 0, (groups, heads + 2, width))
-    query = axes.merge_axes(axes.cut_axis(apart, 1, 0, heads), 0, 3)
-    value = axes.merge_axes(axes.cut_axis(apart, 1, heads + 1, heads + 2), 0, 3)
+    query = axes.merge_axes(axes.narrow_axis(apart, 1, 0, heads), 0, 3)
+    value = axes.merge_axes(axes.narrow_axis(apart, 1, heads + 1, heads + 2), 0, 3)
     view = numbers.reshape(groups, heads + 2, width, hidden)
     assert query.splits is None
     assert np.array_equal(contents(query, file), view[:, :heads].reshape(-1, hidden))
@@ -105,10 +105,10 @@ Wrong = Callable[[StoredTensor], StoredTensor]
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda tensor: axes.cut_axis(tensor, 0, 2, 9),
+        lambda tensor: axes.narrow_axis(tensor, 0, 2, 9),
         lambda tensor: axes.split_axis(tensor, 0, (3, 3)),
-        lambda tensor: axes.concatenate([tensor, axes.cut_axis(tensor, 1, 0, 1)], 0),
-        lambda tensor: axes.stack_tensors([tensor, axes.cut_axis(tensor, 1, 0, 1)]),
+        lambda tensor: axes.concatenate([tensor, axes.narrow_axis(tensor, 1, 0, 1)], 0),
+        lambda tensor: axes.stack_tensors([tensor, axes.narrow_axis(tensor, 1, 0, 1)]),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(wrong: Wrong) -> None:
@@ -119,7 +119,7 @@ def test_shapes_that_do_not_fit_are_refused(wrong: Wrong) -> None:
 
 def test_a_part_keeps_the_bytes_that_its_checksum_is_over() -> None:
     tensor, _ = stored(np.arange(8, dtype=np.int32).reshape(4, 2), [2], [0, 1])
-    parts = axes.cut_axis(axes.cut_axis(tensor, 0, 1, 4), 1, 0, 1).chunks
+    parts = axes.narrow_axis(axes.narrow_axis(tensor, 0, 1, 4), 1, 0, 1).chunks
     assert [part.checksummed_range for part in parts] == [(0, 16), (16, 16)]
     assert [part.crc32 for part in parts] == [0, 1]
 
@@ -164,8 +164,8 @@ def test_part_of_rows_in_another_order(count: int, of: int, cuts: list[int], dat
     expected = numbers.reshape(count, of, 3).swapaxes(0, 1).reshape(count * of, 3)
     start = data.draw(st.integers(0, count * of))
     stop = data.draw(st.integers(start, count * of))
-    found = axes.cut_axis(turned, 0, start, stop)
+    found = axes.narrow_axis(turned, 0, start, stop)
     assert np.array_equal(contents(found, file), expected[start:stop])
-    one = axes.cut_axis(turned, 0, 0, count)
+    one = axes.narrow_axis(turned, 0, 0, count)
     assert np.array_equal(contents(one, file), expected[:count])
     assert len(one.chunks) <= 3 * len(tensor.chunks)

@@ -45,10 +45,10 @@ def test_each_is_one_of_them() -> None:
 def test_parts_of_a_lost_chunk_are_lost_by_the_same_fault() -> None:
     half = Chunk.lost(Box((0, 0), (2, 2)), FLOAT, FAULT)
     tensor = StoredTensor(SPEC, (half, PLAIN._replace(box=Box((2, 0), (2, 2)), length=16)))
-    edited = axes.permute_axes(axes.cut_axis(tensor, 0, 1, 4), (1, 0))
+    edited = axes.permute_axes(axes.narrow_axis(tensor, 0, 1, 4), (1, 0))
     assert [chunk.where for chunk in edited.chunks] == [FAULT, None]
     assert edited.is_lost
-    assert not axes.cut_axis(tensor, 0, 2, 4).is_lost
+    assert not axes.narrow_axis(tensor, 0, 2, 4).is_lost
 
 
 def test_only_files_that_are_named_are_read() -> None:

@@ -65,7 +65,7 @@ def test_the_sample_has_every_field() -> None:
 
 
 def test_files_are_named_from_the_parent_in_every_field() -> None:
-    moved = edits.with_paths_below(full("model"), "model")
+    moved = edits.prepend_directory_to_paths(full("model"), "model")
     assert not empty_fields(moved)
     assert moved.root == Path("step")
     assert files_of(moved) == {f"model/{name}" for name in files_of(full("model"))}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.layout.match_parameters import (
-    find_certain_match,
     is_counted_from_zero,
     match_by_size,
     match_in_order,
+    match_or_none,
     match_with_frozen_parameters,
 )
 
@@ -131,9 +131,7 @@ def by_brute_force(
 def test_finds_what_brute_force_finds(question: Any) -> None:
     groups, sizes, parameters, forbidden = question
     ways = by_brute_force(groups, sizes, parameters, forbidden)
-    found = find_certain_match(
-        match_in_order, groups, sizes, parameters, lambda index, name: (index, name) not in forbidden
-    )
+    found = match_or_none(match_in_order, groups, sizes, parameters, lambda index, name: (index, name) not in forbidden)
     assert found == (ways[0] if len(ways) == 1 else None)
 
 
@@ -165,7 +163,7 @@ def test_sizes_without_an_order_find_what_brute_force_finds(question: Any, froze
         )
     ]
     is_certain = len(ways) == 1 and len(numbers) == len(parameters)
-    assert find_certain_match(match_by_size, groups, sizes, parameters) == (ways[0] if is_certain else None)
+    assert match_or_none(match_by_size, groups, sizes, parameters) == (ways[0] if is_certain else None)
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
@@ -212,7 +210,7 @@ def test_sizes_prove_nothing_for_a_part_of_a_model() -> None:
 
 
 def test_sizes_of_flattened_states_tell_as_shapes_do() -> None:
-    assert find_certain_match(match_in_order, [[0], [1, 2]], {0: 6, 1: 4, 2: 6}, {"a": 4, "b": 6, "c": 6}) is None
+    assert match_or_none(match_in_order, [[0], [1, 2]], {0: 6, 1: 4, 2: 6}, {"a": 4, "b": 6, "c": 6}) is None
     assert match_in_order([[0, 1], [2]], {0: 4, 1: 4, 2: 9}, {"a": 4, "b": 9, "c": 4}) == {0: "a", 1: "c", 2: "b"}
 
 
@@ -225,7 +223,7 @@ def test_the_parameter_in_doubt_is_named() -> None:
 def test_a_group_may_say_what_it_can_hold() -> None:
     parameters = {"a.weight": (2,), "a.bias": (2,), "b.bias": (2,)}
     groups = [[0], [1, 2]]
-    assert find_certain_match(match_in_order, groups, {}, parameters) is None
+    assert match_or_none(match_in_order, groups, {}, parameters) is None
     found = match_in_order(groups, {}, parameters, lambda index, name: (index == 1) == name.endswith("bias"))
     assert found == {0: "a.weight", 1: "a.bias", 2: "b.bias"}
 
@@ -237,8 +235,8 @@ def test_many_groups_of_different_sizes_are_certain() -> None:
 
 
 def test_what_contradicts_itself_is_not_certain() -> None:
-    assert find_certain_match(match_in_order, [[0, 0]], {}, {"a": 2, "b": 2}) is None
-    assert find_certain_match(match_in_order, [[0, 1]], {2: 2}, {"a": 2, "b": 2}) is None
+    assert match_or_none(match_in_order, [[0, 0]], {}, {"a": 2, "b": 2}) is None
+    assert match_or_none(match_in_order, [[0, 1]], {2: 2}, {"a": 2, "b": 2}) is None
 
 
 def test_frozen_parameters_are_left_out_by_size_only_if_all_sizes_are_known() -> None:

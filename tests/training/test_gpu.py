@@ -16,7 +16,7 @@ from ckptkit.training.loop import train_rank
 from ckptkit.training.metrics import StepMetrics
 from ckptkit.training.saving.save import ADAPTER, FORMATS, copy_to_cpu
 from ckptkit.training.smoke.smoke import smoke
-from ckptkit.training.start import start_training
+from ckptkit.training.start import build_trainer_and_run
 from ckptkit.training.trainer import Trainer
 from tests.training.saving.networks import Tensors, differing, whole
 from tests.training.saving.test_background import hold_back
@@ -61,13 +61,13 @@ def save_behind(root: Path, fsdp: Any, kinds: list[Any], device: Any, place: Ran
     """Save in the background, change everything before a byte is written, load, and report the tensors that differ."""
     with process_group(place, device) as mesh:
         base = TrainConfig(run=root / "base", steps=9, device=device, sequence_length=64, fsdp=fsdp)
-        trainer, run = start_training(base, mesh)
+        trainer, run = build_trainer_and_run(base, mesh)
         trainer.step()
         weights = trainer.save(run)
         for kind in kinds:
             lora: dict[str, Any] = {"lora_rank": 2, "weights": weights} if kind == ADAPTER else {}
             config = replace(base, run=root / kind, state_dict=kind, background=True, **lora)
-            trainer, run = start_training(config, mesh)
+            trainer, run = build_trainer_and_run(config, mesh)
             with run:
                 for _ in range(2):  # the second copy finds the pinned memory of the first
                     trainer.step()

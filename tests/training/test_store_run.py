@@ -26,7 +26,7 @@ import ckptkit
 from ckptkit.errors import IOFailure, Occupied, Usage
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
-from ckptkit.io.small_files import open_lines, require_writable
+from ckptkit.io.small_files import open_line_writer, require_writable
 from ckptkit.training.metrics import METRICS
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
@@ -280,7 +280,7 @@ def test_a_second_training_of_the_run_ends_the_first_and_leaves_whole_checkpoint
 
 def test_lines_of_two_writers_are_not_mixed(user: User) -> None:
     path = to_destination(user.run) / METRICS
-    ours, theirs = open_lines(path), open_lines(path)
+    ours, theirs = open_line_writer(path), open_line_writer(path)
     user.place.server.fail("PUT .*metrics", after=0)  # the answer is lost, and the library asks again
     ours.add_line(b"1\n")
     ours.send_lines()
@@ -291,7 +291,7 @@ def test_lines_of_two_writers_are_not_mixed(user: User) -> None:
         theirs.send_lines()
     assert raised.value.path == path
     assert user.read(METRICS) == b"1\n2\n"
-    again = open_lines(path)
+    again = open_line_writer(path)
     again.add_line(b"3\n")
     again.send_lines()
     assert user.read(METRICS) == b"1\n2\n3\n"

@@ -27,7 +27,7 @@ from ckptkit.checkpoints.examination.optimizers import (
 from ckptkit.errors import names_and_more
 from ckptkit.formats import is_model_file_name
 from ckptkit.layout import Layout
-from ckptkit.layout.renames import fold_numbers
+from ckptkit.layout.renames import numbers_to_wildcards
 from ckptkit.layout.wrappers import may_be_adapter
 
 _FEWEST = 3  # with fewer numbered modules, a missing number proves nothing
@@ -131,8 +131,10 @@ def odd_tensors_by_layer(
 
 def find_misfit_biases(facts: Facts) -> Iterator[Inconsistency]:
     """Yield the biases that fit no axis of their matrix. A packed matrix proves nothing."""
-    for path, name in facts.entries_by_path.items():
-        weight = facts.entries_by_path.get(f"{path.removesuffix('.bias')}.weight") if path.endswith(".bias") else None
+    for path, name in facts.weight_entries_by_path.items():
+        weight = (
+            facts.weight_entries_by_path.get(f"{path.removesuffix('.bias')}.weight") if path.endswith(".bias") else None
+        )
         if weight is None:
             continue
         bias_spec, spec = facts.layout.tensors[name].spec, facts.layout.tensors[weight].spec
@@ -181,7 +183,7 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
     counts = {above: next(iter(experts.values())) for above, experts in layers.items()}
     counts |= {above: 1 + max(numbers) for above, numbers in numbered.items()}
     for (above, count), router in product(counts.items(), _ROUTERS):
-        name = facts.entries_by_path.get(f"{above}.{router}"[1:], "")
+        name = facts.weight_entries_by_path.get(f"{above}.{router}"[1:], "")
         shape = facts.layout.tensors[name].spec.shape if name else ()
         if len(shape) == _MATRIX and count not in shape:
             yield Inconsistency("router", name, {"expected": count, "found": shape[0]})
@@ -226,11 +228,11 @@ def examine_layout(layout: Layout, rules: tuple[Rule, ...] = RULES) -> tuple[Inc
     facts = Facts.of(layout)
     by_pattern: dict[object, list[Inconsistency]] = {}
     for one in (found for rule in rules for found in rule(facts)):
-        by_pattern.setdefault((one.code, one.tensor and fold_numbers(one.tensor), one.message), []).append(one)
+        by_pattern.setdefault((one.code, one.tensor and numbers_to_wildcards(one.tensor), one.message), []).append(one)
     merged = []
     for same in by_pattern.values():
         first = same[0]
-        tensor = fold_numbers(first.tensor) if first.tensor and len(same) > 1 else first.tensor
+        tensor = numbers_to_wildcards(first.tensor) if first.tensor and len(same) > 1 else first.tensor
         names = tuple(name for one in same for name in one.names or (one.tensor,) if name)
         merged.append(replace(first, tensor=tensor, names=names))
     return tuple(merged)

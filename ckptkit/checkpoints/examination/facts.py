@@ -57,7 +57,7 @@ class Facts:
         return {name: ".".join(map(str, key)) for name, key in keys.items() if _STATE not in key[:-1]}
 
     @cached_property
-    def entries_by_path(self) -> Mapping[str, str]:
+    def weight_entries_by_path(self) -> Mapping[str, str]:
         """Return the name in the checkpoint of each weight, by its dotted key path."""
         return {path: name for name, path in self.weights.items()}
 

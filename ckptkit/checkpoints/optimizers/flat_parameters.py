@@ -24,7 +24,7 @@ from ckptkit.layout.axes import FlatPiece, cut_tensor_from_flat
 from ckptkit.layout.box import Shape
 from ckptkit.layout.wrappers import is_flat_parameter_name
 from ckptkit.models.companions import find_companions, find_model_config
-from ckptkit.trainers import is_other_component_name
+from ckptkit.trainers import is_non_model_component_name
 
 _ALIGNMENTS = (1, 4, 8, 16)  # in elements: unaligned, or 16 bytes at 4, 2 and 1 bytes per element
 _HINT = "put the optimizer's directory beside it, such as `optimizer_0`, or config.json; or name one with --base"
@@ -74,7 +74,7 @@ def original_shapes_and_source(layout: Layout, path: Path, base: str | None) -> 
     """
     # the names and shapes may be in the checkpoint itself, or in an optimizer's directory beside it
     folders = sorted(list_directories(path)) if path.is_dir() else []
-    readers = ((folder, detect_format(folder)) for folder in folders if is_other_component_name(folder.name))
+    readers = ((folder, detect_format(folder)) for folder in folders if is_non_model_component_name(folder.name))
     beside = (reader.read(folder) for folder, reader in readers if reader is not None)
     shapes = next(filter(None, map(find_optimizer_parameter_shapes, chain([layout], beside))), None)
     if shapes is not None:

@@ -99,7 +99,7 @@ def with_complete_states(
     at = 0  # tensors are identified by their byte offsets, so the new ones get offsets in a file that does not exist
     with errors_at(path=layout.path):
         if states.parameters_without_state:
-            require_known_states(states, parameters)
+            refuse_stray_states(states, parameters)
         for group in states.groups:
             lacking = [parameter_name for parameter_name in group if parameter_name not in states.of]
             forms = state_forms_by_kind(layout, states, group, parameters) if lacking else {}
@@ -120,7 +120,7 @@ def with_complete_states(
     return replace(layout, tensors=tensors, blobs=blobs, keys=keys), new_entries
 
 
-def require_known_states(states: States, parameters: Mapping[str, StoredTensor]) -> None:
+def refuse_stray_states(states: States, parameters: Mapping[str, StoredTensor]) -> None:
     """Raise `Unsupported` for the state of a parameter that no group lists or that the model lacks.
 
     It may be the missing state of another parameter, under a wrong name.

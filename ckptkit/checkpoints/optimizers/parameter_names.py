@@ -38,7 +38,12 @@ from ckptkit.checkpoints.optimizers.parameter_order import (
 from ckptkit.errors import Mismatch, SeveralModels, Unsupported, Usage, errors_at
 from ckptkit.layout import KeyPath, Layout, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.match_parameters import KEEP_NUMBERS, is_full_model, match_by_size, match_with_frozen_parameters
+from ckptkit.layout.match_parameters import (
+    KEEP_NUMBERS,
+    are_all_parameters_trained,
+    match_by_size,
+    match_with_frozen_parameters,
+)
 from ckptkit.layout.wrappers import PARAM_NAMES, match_with_prefix, parameters_by_index, without_wrapper_prefixes
 from ckptkit.models.companions import find_model_config
 from ckptkit.models.names.weights import find_model_key, training_state_names
@@ -188,7 +193,9 @@ def prove_parameter_names(layout: Layout, optimizer: Optimizer, models: Sequence
     # an optimizer of a part of a model may train something that was not saved, so it must have all parameters of one
     trained = set(assignment.values())
     pairs = zip(models, names_of, candidates, strict=True)
-    model, own = next((model, own) for model, own, shapes_of_model in pairs if is_full_model(shapes_of_model, trained))
+    model, own = next(
+        (model, own) for model, own, shapes_of_model in pairs if are_all_parameters_trained(shapes_of_model, trained)
+    )
     names = {number: own[candidate] for number, candidate in assignment.items()}
     return NamedNumbers(names, model, "their shapes allow only one assignment")
 

@@ -124,7 +124,7 @@ def chunks_cut_to_box(tensor: StoredTensor, box: Box) -> Sequence[Chunk]:
     """Return the chunks of a tensor, cut to a box of it."""
     cut = tensor
     for axis, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
-        cut = axes.cut_axis(cut, axis, start, start + size)
+        cut = axes.narrow_axis(cut, axis, start, start + size)
     return [chunk._replace(box=Box(tuple(map(add, chunk.start, box.start)), chunk.size)) for chunk in cut.chunks]
 
 

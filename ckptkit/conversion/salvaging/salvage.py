@@ -45,7 +45,7 @@ from ckptkit.models.names.rename_parameters import NewName
 from ckptkit.models.names.weights import find_weights, find_weights_or_none, has_weights
 from ckptkit.state.directories import require_separate_destination
 from ckptkit.state.draft import Conversion
-from ckptkit.state.match_checkpoints import comparison_keys, name_checkpoint_if_possible
+from ckptkit.state.match_checkpoints import comparison_keys, rename_parameters_if_possible
 from ckptkit.state.names import NameOptions, collect_name_arguments
 from ckptkit.state.options import ConvertOptions
 
@@ -157,7 +157,7 @@ def no_weights_left_error(checkpoint: Checkpoint, lost: Sequence[Lost], weights:
     return Corrupt(f"{message}, {why}", path=path, hint=f"{_FILL}, or use an older checkpoint{rest}")
 
 
-def survey_and_repair(
+def survey_repair_and_fill(
     checkpoint: Checkpoint, output: Path, options: ConvertOptions, survey_layout: SurveyFunction | None = None
 ) -> Salvage:
     """Survey a checkpoint (by default by `survey_layout`), repair it, and fill the rest from `--fill-from`."""
@@ -266,7 +266,7 @@ def open_fill_source(layout: Layout, checkpoint: Checkpoint, other: Checkpoint, 
         config = named.find_config_of(other) or checkpoint.companions.config
         family = ours or checkpoint.family
         asked = collect_name_arguments(other, family.name if family else HUB, config, named.table)
-        layout, remarks = name_checkpoint_if_possible(layout, asked, other.path)
+        layout, remarks = rename_parameters_if_possible(layout, asked, other.path)
     own, model = names_without_model_prefix(layout), find_weights_or_none(layout)
     weights = frozenset(own[name] for name in model.came_from.values()) if model else frozenset()
     names = {new: name for name, new in own.items()}

@@ -17,7 +17,7 @@ from ckptkit.formats.archives.torch_save import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import Global, PersistentId, Record
-from ckptkit.formats.pickles.tensor_calls import OR_EXCLUDE, as_tensor_record, is_tensor
+from ckptkit.formats.pickles.tensor_calls import OR_EXCLUDE, as_tensor_record, is_pickled_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, Chunk, DTypeKey, KeyPath, NumberKey, Spec, StoredTensor, TuplePlace
 from ckptkit.layout.box import full_box
@@ -213,7 +213,7 @@ class Flattening:
             self.flat.put(key, self.make_entry(value))
 
     def make_entry(self, value: Any) -> StoredTensor | Blob:
-        return self.make_stored_tensor(value) if is_tensor(value) else self.make_blob(value)
+        return self.make_stored_tensor(value) if is_pickled_tensor(value) else self.make_blob(value)
 
     def make_stored_tensor(self, value: Any) -> StoredTensor:
         """Return a tensor with one chunk: its storage, or the part of the storage that it uses."""
@@ -244,13 +244,15 @@ class Flattening:
 
 
 def contains_tensor(value: Any) -> bool:
-    return any(is_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk_members(value))
+    return any(
+        is_pickled_tensor(member) or isinstance(member, PersistentId) for member in inert_pickle.walk_members(value)
+    )
 
 
 def contains_weights(value: Any) -> bool:
     """Return whether a value contains a tensor of floats with two or more axes, at any depth."""
     for member in inert_pickle.walk_members(value):
-        if is_tensor(member):
+        if is_pickled_tensor(member):
             try:
                 tensor = as_tensor_record(member)
             except Unsupported:
@@ -283,7 +285,7 @@ def find_dict_items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def describe_pickled_type(value: Any) -> str:
-    if is_tensor(value):
+    if is_pickled_tensor(value):
         return "a single tensor"
     if isinstance(value, Record) and isinstance(value.of, Global):
         return f"`{value.of}`"

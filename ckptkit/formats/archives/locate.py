@@ -69,7 +69,7 @@ def locate_in_archives(
             except CkptError as error:
                 report(error.blame(path=layout.root / path, tensor=name, offset=chunk.offset))
         tensors = {name: replace(layout.tensors[name], chunks=tuple(chunks)) for name, chunks in located.items()}
-        blobs = {name: blob_with_verified_checksum(layout, name, files, report) for name in layout.blobs}
+        blobs = {name: try_verify_blob(layout, name, files, report) for name in layout.blobs}
     return replace(layout, tensors={**layout.tensors, **tensors}, blobs=blobs)
 
 
@@ -94,7 +94,7 @@ def locate_in_own_archive(chunk: Chunk, files: ReadAhead, templates: ArchiveTemp
     return Chunk(chunk.box, chunk.path, chunk.offset + start, nbytes, tensor.dtype, strides, crc)
 
 
-def blob_with_verified_checksum(layout: Layout, blob_name: str, files: OpenFiles, report: Report) -> Blob:
+def try_verify_blob(layout: Layout, blob_name: str, files: OpenFiles, report: Report) -> Blob:
     """Return a blob with the CRC-32 of its bytes, if it is an archive whose contents match the checksums in it.
 
     Reports an archive that does not match. Does not read a blob again that has a CRC-32. A blob that is not an archive,

@@ -38,7 +38,7 @@ from ckptkit.formats.dcp.read_metadata import (
     entries_file_name,
     find_rank_in_file_name,
     is_metadata,
-    metadata_by_rank,
+    metadata_files_by_rank,
     read_metadata,
 )
 from ckptkit.formats.pickles.inert_pickle import Global
@@ -104,11 +104,11 @@ class Dcp(FormatWriter):
 
     def check_files_complete(self, path: Path, report: Report) -> None:  # noqa: ARG002 - there is only one thing to miss
         """Raise `Incomplete` unless the metadata is there, which DCP writes last."""
-        metadata_by_rank(path)
+        metadata_files_by_rank(path)
 
     def metadata_nbytes(self, path: Path) -> int:
         """Return the size of the metadata, the only part that is parsed."""
-        return sum(map(file_size, metadata_by_rank(path).values()))
+        return sum(map(file_size, metadata_files_by_rank(path).values()))
 
     def read(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout of the checkpoint in directory `path`. Its chunks are not located yet."""
@@ -128,7 +128,7 @@ class Dcp(FormatWriter):
 
     def read_without_file_check(self, path: Path, report: Report = raise_problem) -> Layout:
         """Return the layout as the metadata describes it. If there are several, reports each that is unreadable."""
-        described_by = metadata_by_rank(path)
+        described_by = metadata_files_by_rank(path)
         if len(described_by) > 1:
             from ckptkit.formats.dcp.by_rank import join_metadata_of_ranks  # rare
 
@@ -141,7 +141,7 @@ class Dcp(FormatWriter):
 
     def least_torch_version(self, path: Path) -> str | None:
         """Return the torch version that introduced this checkpoint's description of tensors; None for the old one."""
-        for file in metadata_by_rank(path).values():
+        for file in metadata_files_by_rank(path).values():
             for entry in read_metadata(file)["state_dict_metadata"].values():
                 of = type(entry)
                 if isinstance(of, Global) and of.name == "TensorStorageMetadata":

@@ -120,7 +120,9 @@ class Reading:
         try:
             for (names, _, starts), infos in pop_location_columns(metadata["storage_data"]):
                 shapes = iter(as_shapes([start for start in starts if start is not None]))
-                for name, start, place in zip(map(as_name, names), starts, zip(*infos, strict=True), strict=True):
+                for name, start, place in zip(
+                    map(require_string, names), starts, zip(*infos, strict=True), strict=True
+                ):
                     places.setdefault(name, {}).setdefault(None if start is None else next(shapes), place)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise Corrupt("`storage_data` is malformed", path=file) from error
@@ -155,10 +157,10 @@ class Reading:
         path, offset, length, transforms = place
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise Corrupt("the metadata gives an impossible offset or length")
-        if as_name(path) not in self._files:
+        if require_string(path) not in self._files:
             require_plain_file_name(path, self.root)
             self._files.add(path)
-        return path, offset, length, Wrapped("+".join(map(as_name, transforms))) if transforms else _PLAIN
+        return path, offset, length, Wrapped("+".join(map(require_string, transforms))) if transforms else _PLAIN
 
     @property
     def names(self) -> Iterable[str]:
@@ -216,7 +218,7 @@ def boxes_of_chunks(chunks: list[Any]) -> list[Box]:
     return boxes
 
 
-def as_name(value: Any) -> str:
+def require_string(value: Any) -> str:
     """Return a string, or raise `TypeError`: other pickled values may be extremely expensive to hash or to print."""
     if type(value) is not str:
         raise TypeError("name")
@@ -279,7 +281,7 @@ def is_metadata(name: str) -> bool:
     return name == METADATA or bool(_RANK_METADATA.fullmatch(name))
 
 
-def metadata_by_rank(path: Path) -> dict[int, Path]:
+def metadata_files_by_rank(path: Path) -> dict[int, Path]:
     """Return the metadata files by rank: `.metadata` as rank 0, or else each rank's. Raises `Incomplete` if none is."""
     if (path / METADATA).exists():
         return {0: path / METADATA}

@@ -127,11 +127,11 @@ class Tables:
     def _replace_instances(self, at: int) -> tuple[bytes, int] | None:
         """Return the replacement for the instances at an offset, and the offset after them; None for too few."""
         is_on = not self._is_off and self._memo_size >= _FEWEST_BEFORE
-        first = find_shape_at(self._data, at) if is_on else None
+        first = find_instance_shape_at(self._data, at) if is_on else None
         if first is None:
             return None
         shapes: tuple[InstanceShape, ...] = (first[0],)
-        second = find_shape_at(self._data, first[1])
+        second = find_instance_shape_at(self._data, first[1])
         if second is not None and second[0].of != first[0].of:
             if self._is_key_next is False:  # pass on the value, as a flat instance: a table begins with a key
                 self.record_unchanged_opcodes(at, first[1])
@@ -247,7 +247,7 @@ def decode_text(opcodes: bytes) -> str:
     return opcodes[2 : 2 + opcodes[1]].decode("utf-8", "surrogatepass")
 
 
-def find_shape_at(data: bytes, at: int) -> tuple[InstanceShape, int] | None:
+def find_instance_shape_at(data: bytes, at: int) -> tuple[InstanceShape, int] | None:
     """Return the shape of the instance at an offset and the offset after it; None if it does not fit a table."""
     match = _INSTANCE.match(data, at)
     if match is None:

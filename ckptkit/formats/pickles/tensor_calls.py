@@ -129,7 +129,7 @@ def parse_tensor(data: bytes) -> TensorRecord:
     return as_tensor_record(value)
 
 
-def is_tensor(value: object) -> bool:
+def is_pickled_tensor(value: object) -> bool:
     """Return True if a function of torch that rebuilds tensors, known to ckptkit or not, would have made `value`."""
     return (
         isinstance(value, Record)
@@ -141,7 +141,7 @@ def is_tensor(value: object) -> bool:
     )
 
 
-def is_subclass(value: object, name: str, modules: str | tuple[str, ...]) -> bool:
+def is_pickled_tensor_of_class(value: object, name: str, modules: str | tuple[str, ...]) -> bool:
     """Return True for a pickled tensor of the subclass `name` in a module whose name begins with one of `modules`."""
     match value:
         case Record(of=of, args=(_, Global() as kind, *_)) if of == REBUILD_OF_TYPE:
@@ -160,7 +160,7 @@ def as_tensor_record(value: object) -> TensorRecord:
         if isinstance(call, Record) and call.of == REBUILD_OF_TYPE and len(call.args) > 1:
             what += f", `{call.args[1]}`"
         hint = f"save a plain dense tensor{OR_EXCLUDE}"
-        if is_subclass(call, "DTensor", "torch.distributed"):
+        if is_pickled_tensor_of_class(call, "DTensor", "torch.distributed"):
             hint = "pass the directory with the files of all ranks, or save `tensor.full_tensor()`"
         raise Unsupported(f"the entry holds {what}", hint=hint)
     return parse_rebuild(call)

@@ -76,7 +76,7 @@ class RankFiles:
         return self.files[kind].get(rank, f"{known[:start]}{rank:0{width}d}{known[end:]}")
 
 
-def find_model_files(names: Iterable[str], report: Report = raise_problem) -> RankFiles | None:
+def find_rank_files_among(names: Iterable[str], report: Report = raise_problem) -> RankFiles | None:
     """Return the files of ranks in a directory, None if none of them has a model.
 
     Reports ranks whose files are missing. Raises `Corrupt` for files of several runs, `Unsupported` for several models.
@@ -89,7 +89,7 @@ def find_model_files(names: Iterable[str], report: Report = raise_problem) -> Ra
     return None
 
 
-def has_model_files(names: Iterable[str]) -> bool:
+def has_rank_model_files(names: Iterable[str]) -> bool:
     """Return whether a directory has files of ranks with a model."""
     kinds = [(naming, match[0]) for name in names for naming in NAMINGS if (match := naming.match_name(name))]
     models = [naming for naming, kind in kinds if kind == MODEL]

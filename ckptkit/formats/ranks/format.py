@@ -25,8 +25,8 @@ from ckptkit.formats.ranks.file_names import (
     REST,
     WITH_WORLD,
     RankFiles,
-    find_model_files,
-    has_model_files,
+    find_rank_files_among,
+    has_rank_model_files,
 )
 from ckptkit.formats.ranks.optimizer import join_optimizer
 from ckptkit.formats.ranks.write_files import lay_out_rank_files, patches_for_rank_files, sharding_example_of
@@ -128,7 +128,7 @@ class FilePerRank(FormatWriter):
         if not path.is_dir():
             return False
         names = names_in(path)
-        if has_model_files(names):
+        if has_rank_model_files(names):
             return True
         bare = min(filter(BARE.match_name, names), default=None)
         try:
@@ -173,7 +173,7 @@ class FilePerRank(FormatWriter):
 def find_rank_files(path: Path, report: Report = raise_problem) -> RankFiles:
     """Return the files of ranks in a directory; report missing ones. Raises `Corrupt` if they are not of one run."""
     with errors_at(path=path):
-        rank_files = find_model_files(names_in(path), lambda problem: report(problem.blame(path=path)))
+        rank_files = find_rank_files_among(names_in(path), lambda problem: report(problem.blame(path=path)))
         if rank_files is None:
             raise Corrupt("no rank's file contains a model")
     if rank_files.naming is WITH_WORLD and (path / CONFIG).exists():
@@ -192,10 +192,10 @@ def join_rank_files(path: Path, rank_files: RankFiles, report: Report) -> FlatSt
     )
     if not model:
         raise Corrupt("no rank's file with a model can be read")
-    whole = join_files(model, report_with_file(path, rank_files, MODEL, report))
+    whole = join_files(model, reporter_naming_file(path, rank_files, MODEL, report))
     try:
         if files := read_rank_files(path, rank_files, OPTIMIZER, (OPTIMIZER,), report):
-            report_file = report_with_file(path, rank_files, OPTIMIZER, report)
+            report_file = reporter_naming_file(path, rank_files, OPTIMIZER, report)
             is_in_order = rank_files.naming.is_in_order
             whole.update(join_optimizer(files, model, report_file, rank_files.world, is_in_model_order=is_in_order))
     except CkptError as error:
@@ -205,7 +205,7 @@ def join_rank_files(path: Path, rank_files: RankFiles, report: Report) -> FlatSt
     return whole
 
 
-def report_with_file(path: Path, rank_files: RankFiles, kind: str, report: Report) -> Report:
+def reporter_naming_file(path: Path, rank_files: RankFiles, kind: str, report: Report) -> Report:
     """Return a report that names the file of the rank whose shard of a tensor is missing."""
 
     def report_file(problem: CkptError) -> None:

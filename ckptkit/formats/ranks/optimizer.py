@@ -26,7 +26,7 @@ from ckptkit.formats.shards.rank_file import RankFile, RankTensor
 from ckptkit.layout import Chunk, KeyPath, StoredTensor
 from ckptkit.layout.axes import cut_tensor_from_flat, flat_pieces_of_chunks
 from ckptkit.layout.box import Shape
-from ckptkit.layout.match_parameters import find_certain_match, is_counted_from_zero, match_by_size, match_in_order
+from ckptkit.layout.match_parameters import is_counted_from_zero, match_by_size, match_in_order, match_or_none
 from ckptkit.layout.wrappers import (
     PARAM_NAMES,
     is_flat_parameter_name,
@@ -94,7 +94,7 @@ def match_parameters(
     unknown = flattened and len(groups) > 1 and len(state_shapes) < len(parameters)
     if unknown or not is_counted_from_zero(groups):
         return None
-    return find_certain_match(match_in_order if is_in_model_order else match_by_size, groups, state_shapes, sizes)
+    return match_or_none(match_in_order if is_in_model_order else match_by_size, groups, state_shapes, sizes)
 
 
 def find_recorded_names(value: Any, groups: Sequence[Sequence[int]]) -> dict[int, str] | None:
@@ -146,7 +146,7 @@ def elementwise_state_shapes(files: Sequence[RankFile], *, flattened: bool) -> d
     return shapes
 
 
-def ranks_with_full_model(model: Sequence[RankFile]) -> list[int]:
+def ranks_without_replicas(model: Sequence[RankFile]) -> list[int]:
     """Return the ranks that together have one full model; the other ranks have replicas."""
     return [
         file.rank
@@ -212,7 +212,7 @@ def match_fsdp_units(
     for units in supposed:
         counts = (sum(prod(parameter.shape) for parameter, _ in unit) for unit in units)
         padded = {index: -(-numel // world) * world for index, numel in enumerate(counts)}  # into equal shards
-        if units not in fitting and find_certain_match(match_in_order, groups, numel_by_index, padded) is not None:
+        if units not in fitting and match_or_none(match_in_order, groups, numel_by_index, padded) is not None:
             fitting.append(units)
     return fitting[0] if len(fitting) == 1 else None
 
@@ -300,7 +300,7 @@ def join_optimizer(
     if flattened and {len(files), len(model)} != {world}:
         message = f"its moments are flattened over the files of {world} ranks, and some of these files cannot be read"
         raise Corrupt(message)
-    holding = ranks_with_full_model(model)
+    holding = ranks_without_replicas(model)
     own = [file for file in files if file.rank in holding] if flattened else list(files)
     shapes = elementwise_state_shapes(own, flattened=flattened)
     parameters = parameters_of(model[0])
@@ -320,12 +320,12 @@ def join_optimizer(
         joined = FlatState(tensors, rest.blobs, keys)
     else:
         joined = join_files(
-            files, report if parameter_of is None else report_with_parameter_name(files, parameter_of, report)
+            files, report if parameter_of is None else reporter_naming_parameter(files, parameter_of, report)
         )
     return joined if parameter_of is None else with_parameter_names(joined, groups, parameter_of)
 
 
-def report_with_parameter_name(
+def reporter_naming_parameter(
     files: Sequence[RankFile], parameter_of: Mapping[int, Parameter], report: Report
 ) -> Report:
     """Return a report that names states by their parameters."""

@@ -23,9 +23,9 @@ from ckptkit.formats.archives.torch_save import entry_locations_in_file
 from ckptkit.formats.archives.write_archive import Storages, make_zip_template, tensor_rebuild_record
 from ckptkit.formats.pickles.inert_pickle import PersistentId, Record, walk_members
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.formats.ranks.file_names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD, Naming, find_model_files
+from ckptkit.formats.ranks.file_names import CONFIG, MODEL, OPTIMIZER, REST, WITH_WORLD, Naming, find_rank_files_among
 from ckptkit.formats.ranks.optimizer import AT
-from ckptkit.formats.shards.dtensors import Placed, is_dtensor, unravel
+from ckptkit.formats.shards.dtensors import Placed, is_pickled_dtensor, unravel
 from ckptkit.formats.shards.rank_file import RankFile, ShardedTensor, read_rank_file
 from ckptkit.formats.shards.write_dtensors import RankMesh, dtensor_record, mesh_record, rank_tensor_content
 from ckptkit.io.file import OpenFiles, names_in, read_at
@@ -89,7 +89,7 @@ class Writing:
             key, stored = self.wanted.key(name), self.wanted.tensors.get(name)
             is_state = len(key) == AT + 2 and key[1] == "state" and stored is not None and bool(stored.spec.shape)
             has_states |= is_state
-            if is_state and self.find_parameter_tensor(str(key[AT])) is None:
+            if is_state and self.find_parameter_tensor_name(str(key[AT])) is None:
                 message = "ckptkit cannot tell which parameter this state belongs to, so it cannot split the state"
                 raise Unsupported(message, tensor=name, hint="drop the optimizer with --exclude 'optimizer.*'")
         if MODEL not in kinds:
@@ -137,7 +137,7 @@ class Writing:
         key = self.wanted.key(name)
         spec = self.wanted.tensors[name].spec
         if key[0] == OPTIMIZER and len(key) == AT + 2 and key[1] == "state":
-            parameter = self.find_parameter_tensor(str(key[AT]))
+            parameter = self.find_parameter_tensor_name(str(key[AT]))
             is_moment = parameter is not None and self.wanted.tensors[parameter].spec.shape == spec.shape
             return self.find_placements(parameter) if parameter is not None and is_moment else None
         if key[0] != MODEL or not spec.shape:
@@ -155,7 +155,7 @@ class Writing:
         """Return the names of the model's tensors that the optimizer has."""
         return frozenset(f"{MODEL}.{name}" for name in self.numbers or indices_of_parameters(self.wanted))
 
-    def find_parameter_tensor(self, parameter_name: str) -> str | None:
+    def find_parameter_tensor_name(self, parameter_name: str) -> str | None:
         name = f"{MODEL}.{parameter_name}"
         return name if name in self.wanted.tensors else None
 
@@ -283,17 +283,19 @@ class Example:
 
 def sharding_example_of(wanted: Layout) -> Example:
     """Return how a checkpoint in files of ranks was written; for any other, an example sharded by rows as in FSDP2."""
-    rank_files = find_model_files(names_in(wanted.root), skip_problem) if wanted.format == "ranks" else None
+    rank_files = find_rank_files_among(names_in(wanted.root), skip_problem) if wanted.format == "ranks" else None
     if rank_files is None:
         return Example()
     if not rank_files.naming.templates:
         raise Unsupported("ckptkit reads files with such names, but does not write them", hint="use `convert --to dcp`")
-    model = first_readable_file(wanted, rank_files.files[MODEL])
+    model = read_first_readable_file(wanted, rank_files.files[MODEL])
     meshes = [tensor.spread.mesh for tensor in model.tensors.values() if isinstance(tensor.spread, Placed)]
     if any(len(mesh.ranks) != rank_files.world or mesh != meshes[0] for mesh in meshes):
         hint = "use `convert --to dcp`"
         raise Unsupported("the tensors are on several meshes, or on some of the ranks only", hint=hint)
-    calls = {f"{MODEL}.{name}": value for name, value in find_dict_items(model.value) or () if is_dtensor(value)}
+    calls = {
+        f"{MODEL}.{name}": value for name, value in find_dict_items(model.value) or () if is_pickled_dtensor(value)
+    }
     storages = (member.value for member in walk_members(model.value) if isinstance(member, PersistentId))
     device = next((str(one[3]) for one in storages if isinstance(one, tuple) and len(one) > 3), "cuda")
     grid = RankMesh((rank_files.world,), device=device.partition(":")[0])
@@ -316,7 +318,7 @@ def sharding_example_of(wanted: Layout) -> Example:
     )
 
 
-def first_readable_file(wanted: Layout, files: Mapping[int, str]) -> RankFile:
+def read_first_readable_file(wanted: Layout, files: Mapping[int, str]) -> RankFile:
     """Return the readable file of the lowest rank: in a damaged checkpoint some may be unreadable."""
     *others, last = sorted(files)
     for rank in others:

@@ -14,7 +14,13 @@ from typing import Any, NamedTuple
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.pickles.inert_pickle import Global, Record
-from ckptkit.formats.pickles.tensor_calls import REBUILD_WRAPPER, TensorRecord, as_shape, as_tensor_record, is_subclass
+from ckptkit.formats.pickles.tensor_calls import (
+    REBUILD_WRAPPER,
+    TensorRecord,
+    as_shape,
+    as_tensor_record,
+    is_pickled_tensor_of_class,
+)
 from ckptkit.layout import Spec
 from ckptkit.layout.box import Shape
 from ckptkit.layout.placements import PlacedBox, Placement, Shard, local_shape_and_boxes
@@ -146,8 +152,8 @@ class Placed(NamedTuple):
         return self._replace(mesh=mesh, held=replace(self.held, shape=shape))
 
 
-def is_dtensor(value: Any) -> bool:
-    return is_subclass(value, "DTensor", _ROOMS)
+def is_pickled_dtensor(value: Any) -> bool:
+    return is_pickled_tensor_of_class(value, "DTensor", _ROOMS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ckptkit.formats.archives.flatten import FlatState
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.rank_file import RankFile, RankTensor, ShardedTensor
 from ckptkit.layout import OWN, Chunk, StoredTensor
-from ckptkit.layout.axes import concatenate, cut_axis, replace_sizes_at
+from ckptkit.layout.axes import concatenate, narrow_axis, replace_sizes_at
 from ckptkit.layout.box import Box
 
 # buffers that differ between ranks: statistics of the data that a rank has seen
@@ -201,7 +201,7 @@ def join_by_rule(shards: Sequence[StoredTensor], rule: JoinRule) -> StoredTensor
             parts = f"parts of {', '.join(map(str, rule.extents))}" if rule.extents else f"{rule.sections} equal parts"
             raise Corrupt(f"expected {parts} along axis {rule.axis}, found {shard.spec}")
         ends = pairwise((0, *accumulate(extents)))
-        cut_shards.append([cut_axis(shard, rule.axis, start, stop) for start, stop in ends])
+        cut_shards.append([narrow_axis(shard, rule.axis, start, stop) for start, stop in ends])
     joined = concatenate(list(chain.from_iterable(zip(*cut_shards, strict=True))), rule.axis)
     return replace(joined, chunks=tuple(chunk for chunk in joined.chunks if chunk.box.numel))
 

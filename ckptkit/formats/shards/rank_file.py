@@ -18,8 +18,8 @@ from ckptkit.formats.archives.flatten import FlatState, Flattening, find_dict_it
 from ckptkit.formats.archives.torch_save import read_state_file
 from ckptkit.formats.archives.zip_entries import ZipEntry, locate_storage_of
 from ckptkit.formats.pickles.inert_pickle import Record
-from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor_record, is_subclass
-from ckptkit.formats.shards.dtensors import Placed, Specs, is_dtensor, pickled_attributes_of
+from ckptkit.formats.pickles.tensor_calls import TensorRecord, as_shape, as_tensor_record, is_pickled_tensor_of_class
+from ckptkit.formats.shards.dtensors import Placed, Specs, is_pickled_dtensor, pickled_attributes_of
 from ckptkit.io.file import opening, read_at
 from ckptkit.layout import Chunk, KeyPath, Spec, StoredTensor
 from ckptkit.layout.box import Box, Shape
@@ -58,11 +58,11 @@ class _RankFlattening(Flattening):
         self.specs = Specs(rank, self.read_integers)
 
     def make_stored_tensor(self, value: Any) -> StoredTensor:
-        if is_dtensor(value):
+        if is_pickled_dtensor(value):
             placed = self.specs.read_dtensor(value)
             parts = ((placed.held, piece.box, piece.at) for piece in placed.placed_boxes)
             return RankTensor(placed.spec, self.chunks_of(parts), spread=placed)
-        if is_subclass(value, "ShardedTensor", "torch.distributed._shard"):
+        if is_pickled_tensor_of_class(value, "ShardedTensor", "torch.distributed._shard"):
             sharded = read_sharded_tensor(value)
             zeros = (0,) * len(sharded.spec.shape)
             parts = ((tensor, box, zeros) for box, tensor in sharded.held)
@@ -105,7 +105,7 @@ def read_rank_file(root: Path, name: str, rank: int, key_prefix: KeyPath, *, mus
     return RankFile(rank, name, holding.flat, state.value)
 
 
-def lost_rank_file(like: RankFile, rank: int, name: str) -> RankFile:
+def infer_lost_rank_file(like: RankFile, rank: int, name: str) -> RankFile:
     """Return the DTensors that a rank's unreadable file must have had, derived from another rank's file."""
     tensors: dict[str, StoredTensor] = {}
     for own, tensor in like.tensors.items():

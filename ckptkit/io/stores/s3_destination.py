@@ -149,7 +149,7 @@ class S3Destination(ClaimedOutput[S3Store]):
 
     put_marker = put_small_file
 
-    def remarks_on_upload(self) -> list[str]:
+    def missing_feature_remarks(self) -> list[str]:
         can_not = [
             *([] if self.has_conditions else ["refuse to replace an object: two uploads could collide"]),
             *([] if self.has_checksums else ["compute CRC-32: it did not compare the bytes that it received"]),

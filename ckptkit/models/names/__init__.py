@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from ckptkit.entry_points import PluginTable, import_object
 from ckptkit.errors import Usage
 from ckptkit.layout.box import Shape
-from ckptkit.layout.renames import outline_of
+from ckptkit.layout.renames import mask_numbers
 
 if TYPE_CHECKING:
     from ckptkit.models.names.family import Family
@@ -87,7 +87,7 @@ def find_family_of(
 
 def families_with(shapes: Mapping[str, Shape]) -> list[Family]:
     """Return every family that has distinctive names, with matching shapes, among these tensors."""
-    outlines = {outline_of(name): shape for name, shape in shapes.items()}
+    outlines = {mask_numbers(name): shape for name, shape in shapes.items()}
     matching = []
     for name, known in FAMILIES.items():
         own = [shape for outline, shape in outlines.items() if re.fullmatch(known.tells, outline)]

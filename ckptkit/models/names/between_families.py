@@ -9,7 +9,7 @@ from itertools import chain
 from ckptkit.errors import Mismatch, and_more
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.renames import outline_of
+from ckptkit.layout.renames import mask_numbers
 from ckptkit.models.architectures import HEAD, find_embedding, has_tied_head
 from ckptkit.models.expected import Form, closest_form_or_error
 from ckptkit.models.names.family import Family
@@ -64,7 +64,7 @@ def translate_family_to_hub(family: Family, tensors: Mapping[str, StoredTensor],
     """
     biased = re.compile(family.biased or r"(?!)")
     modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    biases = (f"{module}.bias" for module in modules if biased.fullmatch(outline_of(module)))
+    biases = (f"{module}.bias" for module in modules if biased.fullmatch(mask_numbers(module)))
     missing_bias = min((bias for bias in biases if bias not in tensors), default=None)
     if missing_bias is not None:
         message = f"missing: on the Hub every `{sizes.model_type}` has this tensor"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.layout import Layout, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.renames import outline_of
+from ckptkit.layout.renames import mask_numbers
 from ckptkit.models.names.rule import Rule
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.translate import Translated, translate_by_rules
@@ -78,4 +78,4 @@ class Family:
         return Translated(tensors, came_from, translated.unplaced)
 
     def is_unknown_to_hub(self, name: str) -> bool:
-        return bool(self.dropped_pattern.fullmatch(outline_of(name)))
+        return bool(self.dropped_pattern.fullmatch(mask_numbers(name)))

@@ -101,7 +101,7 @@ def name_weights(weights: Weights, asked: AskedNames) -> tuple[Weights, list[str
     return replace(weights, layout=named, came_from=came_from, left_out=left_out), notes
 
 
-def name_checkpoint(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
+def rename_checkpoint_parameters(layout: Layout, asked: AskedNames) -> tuple[Layout, list[str]]:
     """Return a checkpoint with a family's parameter names, and notes. Raises as `name_weights` does."""
     if asked.names == KEEP and asked.rows is None:
         return layout, []  # the checkpoint may have no model, which `find_weights` refuses

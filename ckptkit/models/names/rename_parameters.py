@@ -104,7 +104,7 @@ def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName
     `weights` are the entries of the model. The optimizer of another model does not change.
     """
     own = {str(layout.key(name)[-1]) for name in weights}
-    others = entries_of_other_models(layout, weights)
+    others = optimizer_entries_of_other_models(layout, weights)
     keys = {name: layout.key(name) for name in layout.names}
     keys |= {
         name: rename_in_key_path(key, new_name, name in weights, own)
@@ -118,7 +118,7 @@ def rename_parameters(layout: Layout, weights: frozenset[str], new_name: NewName
     return edits.with_new_key_paths(renamed, keys), changed
 
 
-def entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
+def optimizer_entries_of_other_models(layout: Layout, weights: Iterable[str]) -> set[str]:
     """Return the entries of optimizers (with names) whose parameters belong to another model than `weights`."""
     entries: dict[KeyPath, set[str]] = {}
     trained: dict[KeyPath, set[str]] = {}
@@ -176,7 +176,7 @@ def rename_in_group_lists(
 def renamable_parameters_in(layout: Layout, weights: Iterable[str]) -> set[str]:
     """Return the names that `rename_parameters` replaces: those of `weights`, and those in optimizers."""
     weights = set(weights)
-    others = entries_of_other_models(layout, weights)
+    others = optimizer_entries_of_other_models(layout, weights)
     own = {str(layout.key(name)[-1]) for name in weights}
     ways = (key_within_optimizer(layout.key(name), own) for name in layout.names if name not in others)
     return {name for name in (*own, *(way[1] for way in ways if way)) if isinstance(name, str)}

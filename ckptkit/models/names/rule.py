@@ -30,7 +30,7 @@ class Pattern:
 
     @property
     def outline(self) -> str:
-        """Return the name with `#` for every number, for comparison with `outline_of`."""
+        """Return the name with `#` for every number, for comparison with `mask_numbers`."""
         return self.text.replace("{}", "#")
 
     def format_name(self, numbers: Numbers) -> str:

@@ -103,7 +103,7 @@ class Grouped:
             raise Mismatch(f"expected {of} (config.json), found {rows} rows")
         apart = axes.split_axis(fused, 0, (groups, per_group + 2, width))
         ends = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))
-        return tuple(axes.merge_axes(axes.cut_axis(apart, 1, start, stop), 0, 3) for start, stop in ends)
+        return tuple(axes.merge_axes(axes.narrow_axis(apart, 1, start, stop), 0, 3) for start, stop in ends)
 
     def from_hub(self, tensors: Tensors, sizes: Sizes, /) -> Tensors:
         groups, per_group, width = grouped_query_head_sizes(sizes)
@@ -149,7 +149,7 @@ class Concatenated:
         ends = (0, *accumulate(extents))
         if ends[-1] != extent:
             raise Mismatch(f"expected {ends[-1]} (config.json), found {extent} along axis {self.axis}")
-        return tuple(axes.cut_axis(fused, self.axis, start, stop) for start, stop in pairwise(ends))
+        return tuple(axes.narrow_axis(fused, self.axis, start, stop) for start, stop in pairwise(ends))
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         return (axes.concatenate(tensors, self.axis),)
@@ -208,7 +208,7 @@ class Cropped:
 
     def to_hub(self, tensors: Tensors, sizes: Sizes) -> Tensors:
         """Return each tensor without its padding rows; a tensor with fewer rows is unchanged."""
-        return tuple(axes.cut_axis(one, 0, 0, min(sizes[self.rows], one.spec.shape[0])) for one in tensors)
+        return tuple(axes.narrow_axis(one, 0, 0, min(sizes[self.rows], one.spec.shape[0])) for one in tensors)
 
     def from_hub(self, tensors: Tensors, _sizes: Sizes, /) -> Tensors:
         return tensors

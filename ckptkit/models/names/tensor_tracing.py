@@ -76,7 +76,7 @@ def split_with_sizes(tensor: StoredTensor, sizes: Sequence[int], dim: int = 0) -
     if all(size == 1 for size in sizes):  # one pass over the chunks instead of one per size: there may be many of both
         return [unsqueeze(one, axis) for one in unbind(tensor, axis)]
     ends = [0, *accumulate(sizes)]
-    return [axes.cut_axis(tensor, axis, start, stop) for start, stop in pairwise(ends)]
+    return [axes.narrow_axis(tensor, axis, start, stop) for start, stop in pairwise(ends)]
 
 
 def select(tensor: StoredTensor, dim: int, index: int) -> StoredTensor:
@@ -92,7 +92,7 @@ def slice_axis(
     first, last, stride = slice(start, end, step).indices(tensor.spec.shape[axis])
     if stride != 1:
         raise Unsupported(f"a step of its conversion takes every {stride}th element")
-    return axes.cut_axis(tensor, axis, first, max(first, last))
+    return axes.narrow_axis(tensor, axis, first, max(first, last))
 
 
 def transpose(tensor: StoredTensor, dim0: int = 0, dim1: int = 1) -> StoredTensor:

@@ -33,8 +33,8 @@ _ATTENTION = "layers.{layer}.attention."
 _EXPERTS = "layers.{layer}.moe."
 
 
-def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
-    """Return a model type's table; with `is_older`, names before 0.3 come first. Raises `Unsupported` for others."""
+def rules(sizes: Sizes, *, old_first: bool = False) -> tuple[Rule, ...]:
+    """Return a model type's table; with `old_first`, names before 0.3 come first. Raises `Unsupported` for others."""
     model = sizes.require_type(TORCHTITAN.name, _TYPES)
     prefix = "language_model." if model == _LLAMA4 and "text_config" in sizes.config else ""
     layer = prefix + LAYER
@@ -51,18 +51,18 @@ def rules(sizes: Sizes, *, is_older: bool = False) -> tuple[Rule, ...]:
     return (
         Rule.of("tok_embeddings.weight", prefix + "model.embed_tokens.weight"),
         Rule.of("norm.weight", prefix + "model.norm.weight"),
-        Rule.of(join_alternatives("lm_head.weight", "output.weight", is_older=is_older), prefix + "lm_head.weight"),
+        Rule.of(join_alternatives("lm_head.weight", "output.weight", old_first=old_first), prefix + "lm_head.weight"),
         *(Rule.of(f"layers.{{layer}}.{own}.weight", f"{layer}{hub}.weight") for own, hub in names.items()),
-        *attention_rules(layer, is_in_pairs=model in _INTERLEAVED, is_older=is_older or model == _DEEPSEEK),
+        *attention_rules(layer, is_in_pairs=model in _INTERLEAVED, old_first=old_first or model == _DEEPSEEK),
         *weight_and_bias_rules(_ATTENTION + "wo", layer + "self_attn.o_proj"),
         *feed_forward_rules("layers.{layer}.feed_forward", layer + ("feed_forward" if model == _LLAMA4 else "mlp")),
         *{_GPT_OSS: mixture_rules_with_biases, _LLAMA4: fused_mixture_rules}.get(model, mixture_rules)(
-            model, layer, is_older
+            model, layer, old_first
         ),
     )
 
 
-def attention_rules(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[Rule, ...]:
+def attention_rules(layer: str, *, is_in_pairs: bool, old_first: bool) -> tuple[Rule, ...]:
     """Return the rules for queries, keys and values, as separate matrices or as one."""
     steps: tuple[TensorStep, ...] = (Same(), Same(), Same())
     if is_in_pairs:
@@ -70,7 +70,7 @@ def attention_rules(layer: str, *, is_in_pairs: bool, is_older: bool) -> tuple[R
     hub = tuple(f"{layer}self_attn.{one}_proj" for one in "qkv")
     separate: list[Rule] = []
     for own, hub_name, step in zip(("wq", "wk", "wv"), hub, steps, strict=True):
-        names = join_alternatives(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, is_older=is_older)
+        names = join_alternatives(f"{_ATTENTION}qkv_linear.{own}", _ATTENTION + own, old_first=old_first)
         separate += weight_and_bias_rules(names, hub_name, step)
     return (*separate, *weight_and_bias_rules(f"{_ATTENTION}qkv_linear.wqkv", hub, Chain((Grouped(), Each(steps)))))
 
@@ -80,59 +80,59 @@ def feed_forward_rules(own: str, hub: str) -> tuple[Rule, ...]:
     return tuple(Rule.of(f"{own}.{one}.weight", f"{hub}.{other}.weight") for one, other in names.items())
 
 
-def join_alternatives(*texts: str, is_older: bool) -> str:
-    """Return all alternative names of a tensor, newest first; oldest first if `is_older`. The first is written."""
-    return " | ".join(reversed(texts) if is_older else texts)
+def join_alternatives(*texts: str, old_first: bool) -> str:
+    """Return all alternative names of a tensor, newest first; oldest first if `old_first`. The first is written."""
+    return " | ".join(reversed(texts) if old_first else texts)
 
 
-def expert_alternatives(name: str, letters: str, is_older: bool) -> str:
+def expert_alternatives(name: str, letters: str, old_first: bool) -> str:
     inner = f"routed_experts.inner_experts.{name}_{letters}"
     return join_alternatives(
-        *(_EXPERTS + own for own in (inner, f"experts.{name}_{letters}", f"experts.{name}")), is_older=is_older
+        *(_EXPERTS + own for own in (inner, f"experts.{name}_{letters}", f"experts.{name}")), old_first=old_first
     )
 
 
-def mixture_rules(model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+def mixture_rules(model: str, layer: str, old_first: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture whose experts are separate tensors on the Hub."""
     hub = expert_names_of_type(model)
     bias = Rule.of(
-        join_alternatives(_EXPERTS + "expert_bias_E", _EXPERTS + "expert_bias", is_older=is_older), layer + hub.bias
+        join_alternatives(_EXPERTS + "expert_bias_E", _EXPERTS + "expert_bias", old_first=old_first), layer + hub.bias
     )
     return (
         Rule.of(f"{_EXPERTS}router.gate.weight", f"{layer}{hub.router}.weight"),
         *([bias] if model == _DEEPSEEK else []),
-        Rule.of(expert_alternatives("w1", "EFD", is_older), f"{layer}{hub.gate}.weight", RequiredExtent(1, "hidden")),
-        Rule.of(expert_alternatives("w3", "EFD", is_older), f"{layer}{hub.up}.weight", RequiredExtent(1, "hidden")),
-        Rule.of(expert_alternatives("w2", "EDF", is_older), f"{layer}{hub.down}.weight", RequiredExtent(0, "hidden")),
+        Rule.of(expert_alternatives("w1", "EFD", old_first), f"{layer}{hub.gate}.weight", RequiredExtent(1, "hidden")),
+        Rule.of(expert_alternatives("w3", "EFD", old_first), f"{layer}{hub.up}.weight", RequiredExtent(1, "hidden")),
+        Rule.of(expert_alternatives("w2", "EDF", old_first), f"{layer}{hub.down}.weight", RequiredExtent(0, "hidden")),
         *feed_forward_rules(_EXPERTS + "shared_experts", layer + hub.shared),
     )
 
 
-def fused_mixture_rules(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+def fused_mixture_rules(_model: str, layer: str, old_first: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture whose experts are fused on the Hub too, and transposed."""
     hub = layer + "feed_forward."
-    gate_up = (expert_alternatives("w1", "EFD", is_older), expert_alternatives("w3", "EFD", is_older))
+    gate_up = (expert_alternatives("w1", "EFD", old_first), expert_alternatives("w3", "EFD", old_first))
     both = Chain((RequiredExtent(2, "hidden"), SwappedAxes((1, 2)), Reversed(Concatenated(2, axis=2))))
     down = Chain((RequiredExtent(1, "hidden"), SwappedAxes((1, 2))))
     return (
         Rule.of(f"{_EXPERTS}router.gate.weight", hub + "router.weight"),
         Rule.of(gate_up, hub + "experts.gate_up_proj", both),
-        Rule.of(expert_alternatives("w2", "EDF", is_older), hub + "experts.down_proj", down),
+        Rule.of(expert_alternatives("w2", "EDF", old_first), hub + "experts.down_proj", down),
         *feed_forward_rules(_EXPERTS + "shared_experts", hub + "shared_expert"),
     )
 
 
-def mixture_rules_with_biases(_model: str, layer: str, is_older: bool) -> tuple[Rule, ...]:
+def mixture_rules_with_biases(_model: str, layer: str, old_first: bool) -> tuple[Rule, ...]:
     """Return the rules for a mixture with biases: its experts have two matrices each, transposed on the Hub."""
     hub = layer + "mlp.experts."
     first, second = (Chain((RequiredExtent(axis, "hidden"), SwappedAxes((1, 2)))) for axis in (2, 1))
     return (
         Rule.of(_ATTENTION + "sinks", layer + "self_attn.sinks"),
         *weight_and_bias_rules(_EXPERTS + "router.gate", layer + "mlp.router"),
-        Rule.of(expert_alternatives("mlp1_weight", "EGD", is_older), hub + "gate_up_proj", first),
-        Rule.of(expert_alternatives("mlp1_bias", "EG", is_older), hub + "gate_up_proj_bias"),
-        Rule.of(expert_alternatives("mlp2_weight", "EDF", is_older), hub + "down_proj", second),
-        Rule.of(expert_alternatives("mlp2_bias", "ED", is_older), hub + "down_proj_bias"),
+        Rule.of(expert_alternatives("mlp1_weight", "EGD", old_first), hub + "gate_up_proj", first),
+        Rule.of(expert_alternatives("mlp1_bias", "EG", old_first), hub + "gate_up_proj_bias"),
+        Rule.of(expert_alternatives("mlp2_weight", "EDF", old_first), hub + "down_proj", second),
+        Rule.of(expert_alternatives("mlp2_bias", "ED", old_first), hub + "down_proj_bias"),
     )
 
 
@@ -144,4 +144,4 @@ TORCHTITAN = Family(
     trainer="torchtitan",
     has_tied_head=True,
 )
-BEFORE_0_3 = replace(TORCHTITAN, name="torchtitan-0.2", rules=partial(rules, is_older=True))
+BEFORE_0_3 = replace(TORCHTITAN, name="torchtitan-0.2", rules=partial(rules, old_first=True))

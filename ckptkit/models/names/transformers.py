@@ -64,11 +64,13 @@ class InMemory(Family):
         require_model_shapes(tensors, model.shapes)
         known = {name: tensor for name, tensor in tensors.items() if name in model.shapes}
         if isinstance(model, ExpectedByTransformers):
-            from ckptkit.models.conversion_mapping import to_disk, transforms_of
+            from ckptkit.models.conversion_mapping import transform_to_disk_form, transforms_reverted_on_save
             from ckptkit.models.names.tensor_tracing import MovedTensor  # deferred: imports torch
 
             moved = {name: MovedTensor(tensor) for name, tensor in known.items()}
-            on_disk = to_disk(model.meta, transforms_of(model.meta, model.hub_names), moved)
+            on_disk = transform_to_disk_form(
+                model.meta, transforms_reverted_on_save(model.meta, model.hub_names), moved
+            )
             translated = Translated({name: one.stored for name, one in on_disk.tensors.items()}, on_disk.came_from)
         else:
             translated = translate_experts_by_rules(known, model.forms[0], sizes, to_hub=True)
@@ -91,10 +93,12 @@ class InMemory(Family):
             if present and missing is not None:
                 raise Mismatch(f"missing: `{present[0]}` is here, and the two become one tensor", tensor=missing)
         if isinstance(model, ExpectedByTransformers):
-            from ckptkit.models.conversion_mapping import to_memory
+            from ckptkit.models.conversion_mapping import transform_to_memory_form
             from ckptkit.models.names.tensor_tracing import MovedTensor  # deferred: imports torch
 
-            there = to_memory(model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()})
+            there = transform_to_memory_form(
+                model.meta, {name: MovedTensor(tensor) for name, tensor in tensors.items()}
+            )
             translated = Translated({name: one.stored for name, one in there.tensors.items()}, there.came_from)
         else:
             translated = translate_experts_by_rules(tensors, model.forms[-1], sizes, to_hub=False)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 from ckptkit.errors import CkptError, Mismatch
 from ckptkit.layout import StoredTensor, axes
-from ckptkit.layout.renames import Numbers, numbers_in, outline_of
+from ckptkit.layout.renames import Numbers, mask_numbers, numbers_in
 from ckptkit.models.names.rule import Pattern, Rule, alternative_patterns
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import FlatFront, Tensors
@@ -82,7 +82,7 @@ def translate_by_rules(
     groups: dict[DirectedRule, dict[Numbers, Found]] = {}
     unplaced = []
     for name, tensor in tensors.items():
-        slot = slots.get(outline_of(name))
+        slot = slots.get(mask_numbers(name))
         if slot is None:
             unplaced.append(name)
             continue

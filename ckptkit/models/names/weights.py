@@ -18,7 +18,7 @@ from shlex import quote
 from ckptkit.errors import CkptError, Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.formats.archives.non_tensor_entries import has_weights_inside
 from ckptkit.layout import OWN, KeyPath, Layout
-from ckptkit.layout.edits import rename_tensors
+from ckptkit.layout.edits import select_and_rename_tensors
 from ckptkit.layout.wrappers import find_average_kind, without_common_ddp_prefix, without_prefixes_except_ddp
 from ckptkit.models.names.copies import find_copies_in
 from ckptkit.words import count
@@ -101,9 +101,9 @@ def find_weights(layout: Layout) -> Weights:
         for name, key in below.items()
         if key[0] not in training
     }
-    averaged = names_without_average(layout, prefix, names)
+    averaged = names_without_average_prefix(layout, prefix, names)
     counters, names = names.keys() - averaged.keys(), without_common_ddp_prefix(averaged)
-    weights = rename_tensors(layout, names)
+    weights = select_and_rename_tensors(layout, names)
     others = [name for name in layout.names if name not in names]
     left_out = reasons_not_in_model(layout, prefix, training_at, others)
     left_out |= dict.fromkeys(sorted(counters), AVERAGE)
@@ -121,7 +121,7 @@ def find_weights_or_none(layout: Layout) -> Weights | None:
         return None
 
 
-def names_without_average(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) -> dict[str, str]:
+def names_without_average_prefix(layout: Layout, prefix: KeyPath, names: Mapping[str, str]) -> dict[str, str]:
     """Return the model's names by entry, without the prefix and the counters of a weight average (such as EMA).
 
     Names of a plain model do not change. Raises `SeveralModels` if both the average and the model are present.
@@ -146,17 +146,17 @@ def reasons_not_in_model(
     def reason(name: str) -> str:
         key = layout.key(name)
         if key[0] == OWN and name in layout.tensors:  # per-rank state may contain any tensor
-            is_state = any(str(step).startswith(_TRAINING_STATE) for step in key[2:3]) or is_generator_state(key)
+            is_state = any(str(step).startswith(_TRAINING_STATE) for step in key[2:3]) or is_rng_state(key)
             return TRAINING if is_state else UNKNOWN
         depth = shared_depth(key, prefix)
-        if depth < len(key) and (key[depth] in training_at[depth] or is_generator_state(key)):
+        if depth < len(key) and (key[depth] in training_at[depth] or is_rng_state(key)):
             return TRAINING
         return VALUE if name in layout.blobs else UNKNOWN
 
     return {name: reason(name) for name in names}
 
 
-def with_weights_in_blobs(layout: Layout, reasons: Mapping[str, str]) -> dict[str, str]:
+def mark_weights_in_blobs(layout: Layout, reasons: Mapping[str, str]) -> dict[str, str]:
     """Return the reasons why entries are left out, with `INSIDE` for non-tensor entries that contain weights.
 
     Reads the pickles of these entries, except the many states of modules. An unreadable entry keeps its reason.
@@ -174,10 +174,10 @@ def find_weights_beside_state(layout: Layout) -> list[str]:
     reasons = reasons_not_in_model(layout, (), [training_state_keys(layout, ())], layout.names)
     matrices = {name for name, spec in layout.specs.items() if spec.dtype.kind == "float" and len(spec.shape) > 1}
     weights = {UNKNOWN: matrices, INSIDE: layout.blobs}
-    return [name for name, why in with_weights_in_blobs(layout, reasons).items() if name in weights.get(why, ())]
+    return [name for name, why in mark_weights_in_blobs(layout, reasons).items() if name in weights.get(why, ())]
 
 
-def is_generator_state(key: KeyPath) -> bool:
+def is_rng_state(key: KeyPath) -> bool:
     return any(_GENERATOR.search(step) for step in key if isinstance(step, str))
 
 
@@ -210,7 +210,7 @@ def may_have_weights(layout: Layout) -> bool:
     """Return whether any tensor may belong to a model: it has axes and is no training or generator state."""
     training = training_state_keys(layout, ())
     keys = (layout.key(name) for name, tensor in layout.tensors.items() if tensor.spec.shape)
-    return any(key[0] not in training and not is_generator_state(key) for key in keys)
+    return any(key[0] not in training and not is_rng_state(key) for key in keys)
 
 
 def find_model_key(layout: Layout) -> KeyPath:

@@ -16,7 +16,7 @@ from typing import Any
 from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.torch_save import StateFile
-from ckptkit.formats.pickles.tensor_calls import is_tensor
+from ckptkit.formats.pickles.tensor_calls import is_pickled_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import stack_tensors
@@ -93,7 +93,7 @@ def stack_experts(
         slices = {}
         for name in in_order[key[0]].names:
             value = saved.pop(f"{name}.{key[1]}", None)
-            if not is_tensor(value):
+            if not is_pickled_tensor(value):
                 message = "the file does not contain the tensor of its expert"
                 raise Corrupt(message, tensor=f"{name}.{key[1]}", hint=_HINT)
             slices[name] = flattening.make_stored_tensor(value)

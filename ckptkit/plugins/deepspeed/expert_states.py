@@ -14,7 +14,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, Incomplete, Report, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import FlatState, Flattening
 from ckptkit.formats.archives.torch_save import read_state_file
-from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_pickled_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk, StoredTensor
 from ckptkit.layout.axes import concatenate
@@ -212,6 +212,6 @@ def expert_shapes_by_rank(experts: ExpertFiles, model: ModelStates, ranks: int) 
     by_rank = [dict(slices) for _ in range(ranks)]
     for file in experts.files:
         for name, value in require_dict(file.value, file.name).items():
-            if is_tensor(value) and split_at_expert_index(str(name)) not in buffers:
+            if is_pickled_tensor(value) and split_at_expert_index(str(name)) not in buffers:
                 by_rank[experts.expert_rank_of(str(name), ranks)][str(name)] = as_tensor_record(value).shape
     return by_rank

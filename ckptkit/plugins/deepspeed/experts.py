@@ -17,7 +17,7 @@ from typing import Any
 from ckptkit.errors import ELSEWHERE, Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import find_dict_items
 from ckptkit.formats.archives.torch_save import StateFile, read_state_file
-from ckptkit.formats.pickles.tensor_calls import is_tensor
+from ckptkit.formats.pickles.tensor_calls import is_pickled_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import StoredTensor
 from ckptkit.layout.box import Shape
@@ -175,7 +175,9 @@ def read_named_experts(
 def stand_in_for(expert: int, name: str, like: StateFile) -> StateFile:
     """Return a file of this name with the tensors of another expert's file, under the names of this expert."""
     items = require_dict(like.value, like.name).items()
-    matches = [(match, value) for key, value in items if is_tensor(value) and (match := _EXPERT.fullmatch(str(key)))]
+    matches = [
+        (match, value) for key, value in items if is_pickled_tensor(value) and (match := _EXPERT.fullmatch(str(key)))
+    ]
     return StateFile(name, {f"{match[1]}{expert}{match[3]}": value for match, value in matches}, like.entries)
 
 

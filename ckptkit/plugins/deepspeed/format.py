@@ -17,7 +17,7 @@ from ckptkit.formats.archives.torch_save import (
     read_state_file,
     report_truncated_files,
 )
-from ckptkit.formats.pickles.tensor_calls import is_tensor
+from ckptkit.formats.pickles.tensor_calls import is_pickled_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.formats.protocols import FormatReader
 from ckptkit.io.file import names_in
@@ -122,7 +122,7 @@ def put_layer(
     with errors_at(path=root / file):
         for key, value in require_dict(state.value, file).items():
             full = f"{layer_index}.{key}"
-            if not is_tensor(value):
+            if not is_pickled_tensor(value):
                 gathering.put_flattened(flattening, value, (MODEL, full))
                 continue
             copy = flattening.make_stored_tensor(value)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.pickles.tensor_calls import is_tensor
+from ckptkit.formats.pickles.tensor_calls import is_pickled_tensor
 from ckptkit.layout import Chunk, Spec, StoredTensor
 from ckptkit.layout.axes import chunks_of_flat_range, concatenate, cut_tensor_from_flat, flat_pieces_of_chunks
 from ckptkit.layout.box import Shape
@@ -122,7 +122,7 @@ def check_group_consistent(groups: Sequence[PartitionedGroup], partitions: Seque
 def find_comparable_step(flattening: Flattening, state: Mapping[Any, Any]) -> float | None:
     """Return the step in a state, or the CRC-32 of the tensor with it, which is as good; None without either."""
     step = state.get("step")
-    if is_tensor(step):
+    if is_pickled_tensor(step):
         (chunk,) = flattening.make_stored_tensor(step).chunks
         return chunk.crc32 if chunk.run is None else None  # a view: the checksum is that of its storage
     return step if isinstance(step, int | float) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported
 from ckptkit.formats.archives.flatten import Flattening
-from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_pickled_tensor
 from ckptkit.formats.shards.join import STATISTICS
 from ckptkit.layout import Spec, StoredTensor
 from ckptkit.layout.box import Shape
@@ -54,7 +54,7 @@ def put_untrained_and_copies(
     for name, value in (model.module or {}).items():
         if name in known:
             put_low_precision_value(gathering, model.flattening, str(name), value, known[str(name)])
-        elif name not in model.frozen or not (is_tensor(value) and 0 in as_tensor_record(value).shape):
+        elif name not in model.frozen or not (is_pickled_tensor(value) and 0 in as_tensor_record(value).shape):
             put_model_entry(gathering, model, str(name), value)
             put_buffer_replicas(gathering, part, str(name))
     for name, shape in model.frozen.items():
@@ -77,11 +77,11 @@ def put_sliced_module_entries(
     first = models[0]
     known = put_tied_weights(gathering, first.aliases, masters)
     for name, value in (first.module or {}).items():
-        if not is_tensor(value) or name in first.buffers:
+        if not is_pickled_tensor(value) or name in first.buffers:
             put_model_entry(gathering, first, str(name), value)
             continue
         values = [(model.module or {}).get(name) for model in models]
-        if not all(map(is_tensor, values)):
+        if not all(map(is_pickled_tensor, values)):
             raise Corrupt("expected the tensor on all ranks of tensor parallelism", tensor=str(name))
         parts = [model.flattening.make_stored_tensor(each) for model, each in zip(models, values, strict=True)]
         joined = slices.slicing_of(first.aliases.get(str(name), str(name))).join_parts(parts)
@@ -95,7 +95,7 @@ def put_low_precision_value(
     gathering: Gathering, flattening: Flattening, name: str, value: Any, master: StoredTensor
 ) -> None:
     """Put the low-precision copy of a parameter as its twin. ZeRO 3 saves an empty tensor instead of a copy."""
-    if not is_tensor(value):
+    if not is_pickled_tensor(value):
         raise Corrupt("ZeRO has this parameter, but `module` does not have its tensor", tensor=name)
     put_low_precision_copy(gathering, name, flattening.make_stored_tensor(value), master)
 
@@ -114,7 +114,7 @@ def put_low_precision_copy(gathering: Gathering, name: str, copy: StoredTensor, 
 
 def put_model_entry(gathering: Gathering, model: ModelStates, name: str, value: Any) -> None:
     """Put a buffer, a frozen parameter or another entry of `module`."""
-    if is_tensor(value) and as_tensor_record(value).shape == (0,) and name not in model.buffers:
+    if is_pickled_tensor(value) and as_tensor_record(value).shape == (0,) and name not in model.buffers:
         raise Corrupt("the tensor is empty, and no file says where its data is", tensor=name)
     gathering.put_flattened(model.flattening, value, (MODEL, name))
 
@@ -128,7 +128,7 @@ def put_buffer_replicas(gathering: Gathering, part: PartOfModel, name: str) -> N
     if full_name not in gathering.flat.tensors or name.endswith(STATISTICS):
         return
     values = [(model.flattening, (model.module or {}).get(name)) for model in part.models[1:]]
-    replicas = [flattening.make_stored_tensor(value) for flattening, value in values if is_tensor(value)]
+    replicas = [flattening.make_stored_tensor(value) for flattening, value in values if is_pickled_tensor(value)]
     if replicas:
         gathering.flat.spares[full_name] = tuple(chunk for replica in replicas for chunk in replica.chunks)
 
@@ -137,7 +137,7 @@ def join_frozen(part: PartOfModel, name: str, shape: Shape) -> StoredTensor:
     """Return a frozen parameter, joined from one fragment per rank or from a single fragment."""
     buffers = []
     for model in part.models:
-        if not is_tensor(model.fragments.get(name)):
+        if not is_pickled_tensor(model.fragments.get(name)):
             raise Corrupt("the parameter is frozen, and its data is missing", tensor=name)
         fragment = model.flattening.make_stored_tensor(model.fragments[name])
         (chunk,) = fragment.chunks

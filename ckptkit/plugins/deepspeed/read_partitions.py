@@ -21,7 +21,7 @@ from typing import Any
 from ckptkit.errors import Corrupt, Incomplete, Report, Unsupported, errors_at, raise_problem
 from ckptkit.formats.archives.flatten import Flattening
 from ckptkit.formats.archives.torch_save import StateFile, read_state_file
-from ckptkit.formats.pickles.tensor_calls import is_tensor
+from ckptkit.formats.pickles.tensor_calls import is_pickled_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Shape, full_box
@@ -125,11 +125,11 @@ def read_group_shard(
         raise Unsupported(f"expected at most {_MOST_ENTRIES} states for each parameter, found {len(entries)}")
     for key, value in entries.items():
         name = require_type(key, str, "state")
-        if is_tensor(value) and (buffer := find_flat_buffer(flattening, value, name)) is not None:
+        if is_pickled_tensor(value) and (buffer := find_flat_buffer(flattening, value, name)) is not None:
             moments[name] = buffer
         else:
             values[name] = value
-    flat = find_flat_buffer(flattening, masters, "fp32") if is_tensor(masters) else None
+    flat = find_flat_buffer(flattening, masters, "fp32") if is_pickled_tensor(masters) else None
     if flat is None:
         raise Corrupt("the fp32 parameters of a group are not a one-dimensional tensor")
     return PartitionedGroup(flattening, flat, moments, values, rank_count, settings_index, paddings)

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsafe, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import Flattening, find_dict_items
 from ckptkit.formats.archives.torch_save import StateFile, read_state_file
-from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_pickled_tensor
 from ckptkit.io.file import is_existing_path, list_directories, names_in
 from ckptkit.layout import Blob, Chunk, Layout, Spec, StoredTensor
 from ckptkit.layout.box import Shape, full_box
@@ -157,7 +157,7 @@ def put_untrained_and_tied(gathering: Gathering, model: ModelStates, trained: Ma
             continue  # only the slice of one rank, so not a copy of the full tensor
         if known is not None:
             put_low_precision_value(gathering, model.flattening, str(entry), value, known)
-        elif not (is_tensor(value) and as_tensor_record(value).shape == (0,) and entry not in model.buffers):
+        elif not (is_pickled_tensor(value) and as_tensor_record(value).shape == (0,) and entry not in model.buffers):
             gathering.put_flattened(model.flattening, value, (MODEL, str(entry)))
 
 
@@ -177,7 +177,7 @@ def put_untrained_from_files(
             try:
                 file = read_state_file(root, path)
                 value = dict_or_empty(file.value, path).get("param")
-                if not is_tensor(value):
+                if not is_pickled_tensor(value):
                     raise Corrupt("there is no tensor under `param`, and the shape is unknown", path=root / path)
                 gathering.put_entry((MODEL, folder.name), Flattening(file.entries, path).make_stored_tensor(value))
             except CkptError as error:

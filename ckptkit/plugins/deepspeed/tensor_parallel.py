@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ckptkit.errors import Corrupt, Unsupported
 from ckptkit.formats.shards.dtensors import unravel
 from ckptkit.layout import Chunk, Spec, StoredTensor
-from ckptkit.layout.axes import cut_axis
+from ckptkit.layout.axes import narrow_axis
 from ckptkit.layout.box import Box, Shape, find_overlap, full_box, row_major_strides
 from ckptkit.plugins.deepspeed.values import (
     dict_or_empty,
@@ -160,7 +160,7 @@ def chunks_of_slice_piece(part: StoredTensor, piece: SlicePiece) -> list[Chunk]:
     """Return the chunks of a piece, at their position in the full tensor."""
     for axis, (start, stop) in enumerate(zip(piece.in_slice.start, piece.in_slice.stop, strict=True)):
         if (start, stop) != (0, part.spec.shape[axis]):
-            part = cut_axis(part, axis, start, stop)
+            part = narrow_axis(part, axis, start, stop)
     corner = piece.in_whole.start
     return [
         chunk._replace(box=Box(tuple(a + b for a, b in zip(chunk.box.start, corner, strict=True)), chunk.box.size))

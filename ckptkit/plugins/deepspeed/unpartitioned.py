@@ -14,11 +14,11 @@ from typing import Any
 
 from ckptkit.errors import Corrupt, Mismatch, Unsupported, errors_at
 from ckptkit.formats.archives.flatten import FlatState, Flattening
-from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_tensor_record, is_pickled_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import Blob, KeyPath, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.match_parameters import find_certain_match, is_counted_from_zero, match_by_size, match_in_order
+from ckptkit.layout.match_parameters import is_counted_from_zero, match_by_size, match_in_order, match_or_none
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.deepspeed.auto_experts import LAYERS
 from ckptkit.plugins.deepspeed.model_states import ModelStates
@@ -187,7 +187,7 @@ def find_names_in_order(
     moments: dict[int, Shape] = {}
     for number, state in optimizer.states.items():
         values = require_dict(state, "state").values()
-        shapes = {require_tensor_shape(value) for value in values if is_tensor(value)} - {()}
+        shapes = {require_tensor_shape(value) for value in values if is_pickled_tensor(value)} - {()}
         if len(shapes) == 1:
             moments[require_count(number, "state")] = shapes.pop()
     masters = {number: require_tensor_shape(value) for number, value in enumerate(optimizer.masters)}
@@ -206,9 +206,7 @@ def find_names_in_order(
     parameters = {name_of_index[number]: parameters[name_of_index[number]] for number in sorted(name_of_index)}
     if not is_counted_from_zero([indices]) or len(masters or moments) != len(parameters):
         return []
-    agrees = [
-        find_certain_match(match_in_order, [indices], known, parameters) is not None for known in (moments, masters)
-    ]
+    agrees = [match_or_none(match_in_order, [indices], known, parameters) is not None for known in (moments, masters)]
     return list(parameters) if all(agrees) else []
 
 
@@ -217,7 +215,7 @@ def trained_shapes(model: ModelStates) -> dict[str, Shape]:
     seen: set[tuple[str, int, Shape]] = set()
     shapes: dict[str, Shape] = {}
     for name, value in (model.module or {}).items():
-        if not is_tensor(value) or name in model.buffers or name in model.frozen:
+        if not is_pickled_tensor(value) or name in model.buffers or name in model.frozen:
             continue
         tensor = as_tensor_record(value)
         storage_view = (tensor.key, tensor.offset, tensor.shape)
@@ -229,6 +227,6 @@ def trained_shapes(model: ModelStates) -> dict[str, Shape]:
 
 def require_tensor_shape(value: Any) -> Shape:
     """Return the shape of a tensor. Raises `Corrupt` for anything else."""
-    if not is_tensor(value):
+    if not is_pickled_tensor(value):
         raise Corrupt(f"expected only tensors in `{_MASTERS}`, found something else")
     return as_tensor_record(value).shape

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from ckptkit.errors import Corrupt
 from ckptkit.formats.archives.flatten import describe_pickled_type, find_dict_items
 from ckptkit.formats.pickles.inert_pickle import Record
-from ckptkit.formats.pickles.tensor_calls import as_shape, is_tensor
+from ckptkit.formats.pickles.tensor_calls import as_shape, is_pickled_tensor
 from ckptkit.layout.box import Shape
 
 Kind = TypeVar("Kind")
@@ -80,7 +80,7 @@ def as_plain_values(value: Any) -> Any:
 
     The result can be loaded without DeepSpeed.
     """
-    if not isinstance(value, Record) or is_tensor(value) or find_dict_items(value) is not None:
+    if not isinstance(value, Record) or is_pickled_tensor(value) or find_dict_items(value) is not None:
         return value
     if value.state is None and len(value.args) == 1:
         return value.args[0]

@@ -111,7 +111,7 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
             hint = "run `ckptkit consolidate` first, or `ckptkit apply BASE DELTA OUT`"
             raise Unsupported("expected a Hugging Face model to change in place", path=path, hint=hint)
         sums = checksum_by_tensor(model)
-        complete, unfinished = complete_and_unfinished_deltas(source)
+        complete, unfinished = finished_and_unfinished_deltas(source)
         chain = find_continuing_chain(model, sums, complete, source)
         if not chain.deltas:
             return ChangedInPlace(path, (), is_completed=is_completed, unfinished=unfinished)
@@ -130,7 +130,7 @@ def apply_in_place(local: str | Path, root: str | Path) -> ChangedInPlace:
     return ChangedInPlace(path, applied, len(record.tensors), record.changed, is_completed, unfinished)
 
 
-def complete_and_unfinished_deltas(root: Path) -> tuple[list[Path], tuple[Path, ...]]:
+def finished_and_unfinished_deltas(root: Path) -> tuple[list[Path], tuple[Path, ...]]:
     """Return the deltas to choose from, and the unfinished ones: `root`, if it is a delta, or those in it."""
     if not root.is_dir():
         raise NotACheckpoint("expected a directory with deltas", path=root)

@@ -147,6 +147,7 @@ def pass_changes_to(
     visit_blocks(plan, compare_block, record_block, jobs, sums=sources.is_awaiting_comparison)
     reread_unchecked_ranges(sources, jobs)
     before_sums, after_sums = (
-        {name: checksums.find_complete(name, spec.nbytes) or 0 for name, spec in specs.items()} for checksums in sums
+        {name: checksums.find_complete_crc(name, spec.nbytes) or 0 for name, spec in specs.items()}
+        for checksums in sums
     )
     return before_sums, after_sums, sources.checked_bytes

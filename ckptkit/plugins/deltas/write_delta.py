@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, Self
 
 from ckptkit.checkpoints.finalize_files import create_files, write_manifest
-from ckptkit.engine.copy import check_all_units_written, copy_by_plan
+from ckptkit.engine.copy import copy_by_plan, verify_copy
 from ckptkit.errors import translate_os_errors
 from ckptkit.formats import locate_all_chunks
 from ckptkit.formats.safetensors_headers import (
@@ -218,6 +218,6 @@ def filler_from_model(after: Layout, jobs: int | None) -> Fill:
     def fill(wanted: Layout, names: Mapping[str, str]) -> dict[FileOffset, int]:
         source = replace(after, tensors={key: after.tensors[name] for key, name in names.items()}, blobs={}, keys={})
         plan = make_plan(locate_all_chunks(source), wanted)
-        return dict(check_all_units_written(plan, copy_by_plan(plan, jobs=jobs), jobs=jobs).checksums)
+        return dict(verify_copy(plan, copy_by_plan(plan, jobs=jobs), jobs=jobs).checksums)
 
     return fill

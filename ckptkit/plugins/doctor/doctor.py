@@ -12,7 +12,7 @@ from ckptkit.checkpoints.examination.facts import Certainty
 from ckptkit.checkpoints.find_components import describe_not_copied
 from ckptkit.checkpoints.partial_file import find_partial_file_error, why_maybe_partial_file
 from ckptkit.errors import and_more, too_small_error
-from ckptkit.io.path import remarks_on_hub_id
+from ckptkit.io.path import remarks_if_taken_from_hub
 from ckptkit.layout.gc_pause import collector_paused
 from ckptkit.models.companions import CONFIG
 from ckptkit.plugins.doctor.choose_fixes import choose_fixes, dry_run_fix, run_fix
@@ -23,18 +23,18 @@ from ckptkit.plugins.doctor.damage import (
     problems_by_component,
 )
 from ckptkit.plugins.doctor.exports import (
-    find_adapter_config_of_model,
     find_broken_export,
     find_empty_adapter,
     find_invalid_config_dtype,
     find_missing_index,
+    find_stray_adapter_config,
 )
 from ckptkit.plugins.doctor.finding import Finding, Fix
 from ckptkit.plugins.doctor.load_target import LoadTarget, TargetModel
 from ckptkit.plugins.doctor.names import find_name_mismatches, find_wrapper_prefixes
 from ckptkit.plugins.doctor.optimizer import (
     find_group_differences,
-    find_missing_shard_states,
+    find_missing_states_if_sharded,
     find_rank_dependent_state,
     find_unlisted_parameters,
     list_missing_states,
@@ -50,22 +50,22 @@ from ckptkit.plugins.doctor.weights import (
     find_ambiguous_model,
     find_declared_quantized,
     find_extra_state,
-    find_missing_predictors,
+    find_missing_mtp_layers,
     find_tokens_without_row,
     find_undeclared_quantized,
     find_unmerged_adapters,
 )
 from ckptkit.state.master_weights import REMAINDERS, master_remainder_entries
-from ckptkit.summary import Summarized, first_lines_and_rest
+from ckptkit.summary import Summarized, first_lines_and_more
 from ckptkit.words import command_line, count
 
 # what doctor looks for in a readable checkpoint, in the order of the output
 KINDS: tuple[Callable[[LoadTarget], Iterator[Finding]], ...] = (
-    find_unreadable_torch_metadata, find_missing_index, find_invalid_config_dtype, find_adapter_config_of_model,
+    find_unreadable_torch_metadata, find_missing_index, find_invalid_config_dtype, find_stray_adapter_config,
     find_empty_adapter, find_ambiguous_model, find_unmerged_adapters, find_undeclared_quantized,
-    find_declared_quantized, find_tokens_without_row, find_extra_state, find_missing_predictors, find_wrapper_prefixes,
+    find_declared_quantized, find_tokens_without_row, find_extra_state, find_missing_mtp_layers, find_wrapper_prefixes,
     find_name_mismatches, find_missing_towers_and_layers, find_shape_mismatches, find_tie_problems,
-    find_missing_shard_states, find_rank_dependent_state, find_group_differences, compare_with_checkpoint,
+    find_missing_states_if_sharded, find_rank_dependent_state, find_group_differences, compare_with_checkpoint,
     find_unlisted_parameters, find_inconsistencies,
 )  # fmt: skip
 
@@ -104,7 +104,7 @@ class Diagnosis(Summarized):
 
     def summary(self) -> Iterator[str]:
         yield self.verdict
-        yield from first_lines_and_rest((f"{one.code}: {one.line}" for one in self.findings), len(self.findings))
+        yield from first_lines_and_more((f"{one.code}: {one.line}" for one in self.findings), len(self.findings))
         yield from [f"fixed: {self.fixed.verdict}"] if self.fixed else []
         yield self.not_read
 
@@ -136,7 +136,7 @@ def doctor(
     findings += sorted(found, key=lambda finding: finding.code != "config")  # another model explains the others
     chosen, fix_notes = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
     notes = (
-        *remarks_on_hub_id(model),
+        *remarks_if_taken_from_hub(model),
         *note_on_unfinished_checkpoint(path_of_source(ckpt), checkpoint),
         *notes_on_skipped_checks(case),
         *fix_notes,

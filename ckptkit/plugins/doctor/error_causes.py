@@ -10,7 +10,7 @@ from ckptkit.layout import Layout
 from ckptkit.layout.renames import find_prefix_rule, match_names_by_rule, rules_for_renames
 from ckptkit.models.architectures import HEAD
 from ckptkit.models.names import HUB
-from ckptkit.models.vocabulary import row_count_by_name
+from ckptkit.models.vocabulary import vocabulary_rows_by_name
 from ckptkit.plugins.doctor.finding import Finding, consolidate_fix, reshard_fix, rewrite_fix, world_size_fix
 from ckptkit.plugins.doctor.load_target import LoadTarget
 from ckptkit.plugins.doctor.names import (
@@ -20,7 +20,7 @@ from ckptkit.plugins.doctor.names import (
     may_be_trained,
     names_without_wrappers,
 )
-from ckptkit.plugins.doctor.optimizer import find_missing_shard_states, readable_optimizers_in
+from ckptkit.plugins.doctor.optimizer import find_missing_states_if_sharded, readable_optimizers_in
 from ckptkit.plugins.doctor.shapes import find_shape_mismatches
 
 Look = Callable[["MatchedMessage", LoadTarget], Iterator[Finding]]
@@ -89,10 +89,12 @@ def explain_key_not_in_checkpoint(matched: MatchedMessage, target: LoadTarget) -
     """Yield why the shards lack a key: its optimizer state was not saved, or it has another name or parent key."""
     name = matched.parts[0].rstrip(".")
     states = [
-        state for state in find_missing_shard_states(target) if state.tensor and name.startswith(f"{state.tensor}.")
+        state
+        for state in find_missing_states_if_sharded(target)
+        if state.tensor and name.startswith(f"{state.tensor}.")
     ]
     if states:
-        yield from find_missing_shard_states(target)
+        yield from find_missing_states_if_sharded(target)
         return
     wrapper = target.weights.dotted_prefix if target.weights else ""
     unwrapped, raw = name.removeprefix(f"{wrapper}.") if wrapper else name, names_without_wrappers(target)
@@ -141,7 +143,7 @@ def explain_shape_mismatch(parts: Sequence[str], target: LoadTarget) -> Iterator
     """Yield the shape mismatch of a tensor. `parts` are the checkpoint's shape, the model's shape, and its name."""
     saved, wanted = (tuple(map(int, _SIZE.findall(part))) for part in parts[:2])
     name = parts[2].strip().rstrip(".")
-    rows = row_count_by_name(target.weights.layout.tensors) if target.weights else {}
+    rows = vocabulary_rows_by_name(target.weights.layout.tensors) if target.weights else {}
     is_vocabulary = any(f".{name}".endswith(f".{known}") or known.endswith(f".{name}") for known in rows)
     if saved and wanted and saved[1:] == wanted[1:] and is_vocabulary:
         message = f"expected {wanted[0]} rows as in the model, found {saved[0]}: one of the two is padded"

@@ -128,7 +128,7 @@ def find_invalid_config_dtype(target: LoadTarget) -> Iterator[Finding]:
             yield Finding("config_dtype", None, message, consolidate_fix(target.checkpoint))
 
 
-def find_adapter_config_of_model(target: LoadTarget) -> Iterator[Finding]:
+def find_stray_adapter_config(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if a full model has an adapter_config.json beside it: transformers then loads another model."""
     component = target.checkpoint.model_component
     if not has_loadable_weight_files(target.checkpoint) or component.is_adapter or not component.path.is_dir():

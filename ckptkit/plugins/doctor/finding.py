@@ -12,8 +12,8 @@ from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.formats import get_writer, writable_formats
 from ckptkit.io.file import names_in
 from ckptkit.io.joined_path import local_paths_of
-from ckptkit.io.path import path_beside
-from ckptkit.layout.renames import fold_numbers
+from ckptkit.io.path import local_path_beside
+from ckptkit.layout.renames import numbers_to_wildcards
 from ckptkit.settings import option_name
 
 _MODEL_FILE = re.compile(r"pytorch_model(-[0-9]{5}-of-[0-9]{5})?\.bin")  # one of the names that `from_pretrained` reads
@@ -45,10 +45,10 @@ class Fix:
     @property
     def process_arguments(self) -> list[str]:
         """Return the unquoted arguments of the process, `ckptkit` first."""
-        words = ["ckptkit", self.verb, *map(as_shell_argument, self.paths)]
+        words = ["ckptkit", self.verb, *map(as_process_argument, self.paths)]
         for name, value in self.options:
             for item in value if isinstance(value, tuple) else (value,):
-                words += [option_name(name)] if item is True else [option_name(name), as_shell_argument(item)]
+                words += [option_name(name)] if item is True else [option_name(name), as_process_argument(item)]
         return words
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Fix:
         return shlex.join(self.process_arguments)
 
 
-def as_shell_argument(word: object) -> str:
+def as_process_argument(word: object) -> str:
     """Return an argument as text. A path that starts with `-` gets the prefix `./`."""
     return f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
 
@@ -108,7 +108,7 @@ def world_size_fix(checkpoint: Checkpoint, world_size: int) -> Fix:
 def output_path_for(path: Path, word: str, suffix: str = "") -> Path:
     """Return the path of an output beside `path`, or in the current directory if `path` is remote."""
     local = path if path.name not in ("", "..") else path.resolve()
-    return path_beside(local, f"{local.stem if local.is_file() else local.name}-{word}{suffix}")
+    return local_path_beside(local, f"{local.stem if local.is_file() else local.name}-{word}{suffix}")
 
 
 def has_loadable_weight_files(checkpoint: Checkpoint) -> bool:
@@ -177,13 +177,13 @@ def group_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Merge findings that differ only in numbers, such as the layer: `layers.*.q_proj.weight`."""
     grouped: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
-        name = None if finding.tensor is None else fold_numbers(finding.tensor)
+        name = None if finding.tensor is None else numbers_to_wildcards(finding.tensor)
         grouped.setdefault((finding.code, name, finding.message, finding.fixed_by), []).append(finding)
     merged = []
     for alike in grouped.values():
         every = (name for finding in alike for name in finding.names or filter(None, (finding.tensor,)))
         first = replace(alike[0], names=tuple(dict.fromkeys(every)))
         if first.tensor and len(first.names) > 1:
-            first = replace(first, tensor=fold_numbers(first.tensor))
+            first = replace(first, tensor=numbers_to_wildcards(first.tensor))
         merged.append(first)
     return tuple(merged)

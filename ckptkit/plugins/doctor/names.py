@@ -9,7 +9,7 @@ from contextlib import suppress
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.optimizers.parameter_order import is_buffer
 from ckptkit.errors import Mismatch, names_and_more
-from ckptkit.layout.renames import find_few_globs, fold_numbers, group_by_change, rules_for_renames
+from ckptkit.layout.renames import find_few_globs, group_by_change, numbers_to_wildcards, rules_for_renames
 from ckptkit.layout.wrappers import WRAPPERS
 from ckptkit.models.architectures import HEAD
 from ckptkit.models.expected import closest_form
@@ -17,8 +17,8 @@ from ckptkit.models.fit import join_few_names
 from ckptkit.models.mtp_layers import mtp_tensor_names
 from ckptkit.models.names import HUB
 from ckptkit.models.names.weights import find_model_key
-from ckptkit.models.trained_class import is_trained_head, with_trained_class
-from ckptkit.models.vocabulary import find_vocabulary_size, row_count_by_name
+from ckptkit.models.trained_class import is_task_head_name, with_trained_class
+from ckptkit.models.vocabulary import find_vocabulary_size, vocabulary_rows_by_name
 from ckptkit.plugins.doctor.exports import find_experts_numbered_last
 from ckptkit.plugins.doctor.finding import (
     Finding,
@@ -119,8 +119,8 @@ def find_name_mismatches(target: LoadTarget) -> Iterator[Finding]:
         yield from find_unexpected_tensors(target, model, [name for name in extra if name not in heads])
         return
     # the trainer may have added other tensors, but not layers
-    described = set(map(fold_numbers, target.best_matching_form.shapes if target.best_matching_form else ()))
-    if layers := tuple(name for name in extra if fold_numbers(name) in described):
+    described = set(map(numbers_to_wildcards, target.best_matching_form.shapes if target.best_matching_form else ()))
+    if layers := tuple(name for name in extra if numbers_to_wildcards(name) in described):
         message = f"{model.name} has fewer layers: `load_state_dict` refuses this tensor, other loaders skip it"
         yield Finding("unexpected", layers[0], message, names=layers)
 
@@ -163,7 +163,7 @@ def translate_to_hub(target: LoadTarget, model: TargetModel) -> tuple[Shapes, Fi
     names = tuple(name for name in target.shapes if name not in shapes)
     message = f"the names are {whose}, and {model.name} uses the Hub's"
     if options:
-        padded = max(row_count_by_name(target.weights.layout.tensors).values(), default=0)
+        padded = max(vocabulary_rows_by_name(target.weights.layout.tensors).values(), default=0)
         message += f"; the vocabulary is padded to {padded} rows, its own is {rows}"
     has_optimizer = target.layout.blobs or target.weights.left_out
     if has_loadable_weight_files(target.checkpoint) or not has_optimizer:
@@ -200,14 +200,14 @@ def find_unexpected_tensors(target: LoadTarget, model: TargetModel, extra: list[
     assert target.weights is not None
     message = f"{model.name} does not have this tensor: `load_state_dict` refuses it, other loaders skip it"
     head = None  # the class that has the head in the checkpoint, if the model's own class has another
-    if any(map(is_trained_head, extra)) and target.best_matching_form is not None and model.config:
+    if any(map(is_task_head_name, extra)) and target.best_matching_form is not None and model.config:
         with suppress(Mismatch):
             config, _ = with_trained_class(target.plain_shapes, model.config, target.best_matching_form)
             head = str(config["architectures"][0]) if config is not model.config else None
     fix = consolidate_fix(target.checkpoint, base=model.name) if head else None
     for name in extra:
         if may_be_trained(target, name):
-            whose = f"; it belongs to the head of {head}" if head and is_trained_head(name) else ""
+            whose = f"; it belongs to the head of {head}" if head and is_task_head_name(name) else ""
             yield Finding("unexpected", name, message + whose, fix if whose else None)
     extra = [name for name in extra if not may_be_trained(target, name)]
     came_from = target.weights.came_from

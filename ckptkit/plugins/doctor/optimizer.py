@@ -29,7 +29,7 @@ _NORMALIZATIONS = (  # (pattern, replacement): removes the suffixes of split par
 _MISNAMED = ("prefixed_state", "prefixed_weight", "unknown_parameter")
 
 
-def find_missing_shard_states(target: LoadTarget) -> Iterator[Finding]:
+def find_missing_states_if_sharded(target: LoadTarget) -> Iterator[Finding]:
     """Yield the parameters without a state in a sharded checkpoint, whose loader asks for the state of every parameter.
 
     For a file of torch.save, `doctor` adds a note instead: only some loaders ask for every state.
@@ -43,7 +43,7 @@ def list_missing_states(target: LoadTarget) -> Iterator[Finding]:
     is_sharded = target.checkpoint.model_component.reader.is_sharded
     ranks = (target.world_size or target.layout.world_size) if is_sharded else None
     error_text = "`Missing key in checkpoint state_dict`" if is_sharded else "`Missing optimizer state for parameter`"
-    for states in states_with_names(target.layout):
+    for states in states_keyed_by_name(target.layout):
         above = ".".join([*map(str, states.above), _STATE, ""])
         is_unknown = any(one.code in _MISNAMED and f"{one.tensor}".startswith(above) for one in target.inconsistencies)
         if is_unknown or states.ungrouped_parameters:
@@ -62,7 +62,7 @@ def list_missing_states(target: LoadTarget) -> Iterator[Finding]:
             yield Finding("optimizer_state", key, message, fix)
 
 
-def states_with_names(layout: Layout) -> list[States]:
+def states_keyed_by_name(layout: Layout) -> list[States]:
     """Return the states of the optimizers that identify parameters by name and have valid groups."""
     try:
         states_list = find_optimizer_states(layout)

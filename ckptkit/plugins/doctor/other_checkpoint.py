@@ -9,12 +9,12 @@ from ckptkit.checks.diff import shapes_of_entries
 from ckptkit.formats import get_format
 from ckptkit.layout import Layout, Spec
 from ckptkit.layout.dtypes import DType
-from ckptkit.layout.renames import fold_numbers, match_names_by_rule, rules_for_renames
+from ckptkit.layout.renames import match_names_by_rule, numbers_to_wildcards, rules_for_renames
 from ckptkit.models.names import HUB
 from ckptkit.plugins.doctor.finding import Finding, Fix, rewrite_fix
 from ckptkit.plugins.doctor.load_target import LoadTarget
 from ckptkit.plugins.doctor.names import findings_on_renames
-from ckptkit.plugins.doctor.optimizer import parameters_lacking_state, states_with_names
+from ckptkit.plugins.doctor.optimizer import parameters_lacking_state, states_keyed_by_name
 from ckptkit.state.match_checkpoints import Side, pair_components, with_comparable_names, with_hub_names_on_both
 from ckptkit.trainers import find_owner_rank_of_key
 
@@ -61,9 +61,9 @@ def find_missing_and_extra(target: LoadTarget, other: Path, ours: Side, theirs: 
     """Yield the entries that only the other checkpoint has, and the weights that only this one has."""
     is_sharded = target.checkpoint.model_component.reader.is_sharded
     reported_states: set[str] = set()
-    if is_sharded:  # `find_missing_shard_states` reports the states that are missing for whole parameters
-        lacking = {name for states in states_with_names(ours.layout) for name in parameters_lacking_state(states)}
-        states_there = [states.of for states in states_with_names(theirs.layout)]
+    if is_sharded:  # `find_missing_states_if_sharded` reports the states that are missing for whole parameters
+        lacking = {name for states in states_keyed_by_name(ours.layout) for name in parameters_lacking_state(states)}
+        states_there = [states.of for states in states_keyed_by_name(theirs.layout)]
         present = [state for of in states_there for name, state in of.items() if name in lacking]
         reported_states = {entry for state in present for entry in state.values()}
     missing = {
@@ -121,7 +121,7 @@ def find_dtype_fix(target: LoadTarget, pairs: Mapping[str, tuple[Spec, Spec]], o
         dtypes_by_kind.setdefault(kind, set()).add(other_dtypes.get(name) if "." in name else None)
     uniform_kinds = {kind for kind, dtypes in dtypes_by_kind.items() if len(dtypes) == 1 and None not in dtypes}
     globs = {
-        name: f"*.{kind}" if (kind := name.rpartition(".")[2]) in uniform_kinds else f"*{fold_numbers(name)}"
+        name: f"*.{kind}" if (kind := name.rpartition(".")[2]) in uniform_kinds else f"*{numbers_to_wildcards(name)}"
         for name in other_dtypes
     }
     rules += dict.fromkeys(f"{globs[name]}={dtype.name}" for name, dtype in other_dtypes.items())

@@ -18,7 +18,7 @@ from ckptkit.layout.renames import find_few_globs
 from ckptkit.models.architectures import find_embedding
 from ckptkit.models.companions import Companions
 from ckptkit.models.fit import require_equal_tied, ties_to_drop
-from ckptkit.models.vocabulary import vocabulary_of_config
+from ckptkit.models.vocabulary import vocabulary_axes_of_config
 from ckptkit.plugins.doctor.finding import Finding, Fix, consolidate_fix, has_loadable_weight_files, rewrite_fix
 from ckptkit.plugins.doctor.load_target import LoadTarget
 from ckptkit.words import count
@@ -72,7 +72,7 @@ def find_shape_mismatches(target: LoadTarget) -> Iterator[Finding]:
     ):
         return
     pairs = differing_shapes(target)
-    vocabulary = vocabulary_of_config(target.model.config)
+    vocabulary = vocabulary_axes_of_config(target.model.config)
     padded = {
         name: found
         for name, pair in pairs.items()
@@ -95,7 +95,7 @@ def find_shape_mismatches(target: LoadTarget) -> Iterator[Finding]:
             f"such as `{name}`: expected {list(wanted)}, found {list(shape)}"
         )
         own = target.checkpoint.companions
-        fix = fix_with_own_config(target, str(own.found_in)) if target.asked and own.config is not None else None
+        fix = own_config_fix(target, str(own.found_in)) if target.asked and own.config is not None else None
         yield Finding("config", None, message, fix)
         return
     yield from find_config_mismatch(target, others)
@@ -122,7 +122,7 @@ def most_shapes_differ(target: LoadTarget, pairs: Pairs) -> bool:
     return 2 * len(pairs) > len(target.shapes)
 
 
-def fix_with_own_config(target: LoadTarget, base: str) -> Fix | None:
+def own_config_fix(target: LoadTarget, base: str) -> Fix | None:
     """Return the command that exports the model with its own config; None if it has that already."""
     return None if has_loadable_weight_files(target.checkpoint) else consolidate_fix(target.checkpoint, base=base)
 
@@ -162,7 +162,7 @@ def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
         return
     words = names_and_more([f"{pair.key} {pair.there}, not {pair.here}" for pair in differ], 4)
     if pairs:
-        fix = None if own.config is None else fix_with_own_config(target, str(own.config_directory))
+        fix = None if own.config is None else own_config_fix(target, str(own.config_directory))
         yield Finding("config", None, f"{model.name} is another model: {words}", fix)
     else:
         where = f"{own.described_in} in {own.config_directory}"

@@ -119,7 +119,7 @@ def find_extra_state(target: LoadTarget) -> Iterator[Finding]:
         yield Finding("extra_state", names[0], message, consolidate_fix(target.checkpoint, base=target.base), names)
 
 
-def find_missing_predictors(target: LoadTarget) -> Iterator[Finding]:
+def find_missing_mtp_layers(target: LoadTarget) -> Iterator[Finding]:
     """Yield a finding if the config.json of a model declares MTP layers that have no tensors."""
     if not has_loadable_weight_files(target.checkpoint) or target.weights is None:
         return

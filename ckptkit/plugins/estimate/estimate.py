@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.errors import NotACheckpoint, Usage
 from ckptkit.formats.json_text import not_json_error
 from ckptkit.io.file import read_small
-from ckptkit.io.path import hint_for_hub_id, is_model_id, remarks_on_hub_id
+from ckptkit.io.path import hint_for_hub_id, means_hub_model, remarks_if_taken_from_hub
 from ckptkit.io.stores.hub import translate_download_errors
 from ckptkit.layout.dtypes import DTYPES, parse_dtype
 from ckptkit.plugins.estimate.memory import STRATEGIES, Architecture, Budget, Setup, make_budget, read_architecture
@@ -94,7 +94,7 @@ def estimate(
     `ckptkit.plugins.estimate.memory`. Raises `Usage` for settings that exclude each other, `Unsupported` for a model of
     unknown sizes.
     """
-    asked = () if isinstance(model, Mapping) else remarks_on_hub_id(str(model))
+    asked = () if isinstance(model, Mapping) else remarks_if_taken_from_hub(str(model))
     if not isinstance(model, Mapping) and model in SIZES:
         sized = ModelConfig.of_size(str(model), tied=not untied, vocab_size=vocab_size)
         config: Mapping[str, Any] = json.loads(sized.to_json())
@@ -122,7 +122,7 @@ def estimate(
         prefetch=prefetch,
         cpu_offload=cpu_offload,
     )
-    setups = setups_by_strategy(setup, strategy, replicas)
+    setups = setups_to_estimate(setup, strategy, replicas)
     return Estimated(
         architecture,
         tuple(make_budget(architecture, variant) for variant in setups),
@@ -132,7 +132,7 @@ def estimate(
     )
 
 
-def setups_by_strategy(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
+def setups_to_estimate(setup: Setup, strategy: str | None, replicas: int | None) -> list[Setup]:
     """Return the setup for `strategy`, or for each strategy.
 
     Without an explicit request, hybrid_shard is left out if the GPUs cannot be divided into replicas.
@@ -172,7 +172,7 @@ def notes_on_limits(model: Architecture, setup: Setup) -> Iterator[str]:
             "weights stored in bfloat16 lose small updates: at a learning rate of 2e-5 AdamW does not move a weight "
             "of 0.05 at all; store them in float32"
         )
-    if not model.is_llama:
+    if not model.computes_like_llama:
         yield f"activations of `{model.model_type}` are counted as if its blocks were Llama's of the same sizes"
     yield "not counted: the CUDA context, NCCL's buffers, and memory that the allocator loses to fragmentation"
 
@@ -185,7 +185,7 @@ def load_model_config(model: str) -> dict[str, Any]:
         if not path.is_file():
             raise NotACheckpoint("no config.json in this directory", path=path.parent)
     elif not path.exists():
-        if not is_model_id(model):
+        if not means_hub_model(model):
             expected = "a size such as 8b, a config.json, a directory with one, or a Hub id like `org/model`"
             raise Usage(f"expected {expected}; found `{model}`", hint=hint_for_hub_id(model))
         from huggingface_hub import hf_hub_download

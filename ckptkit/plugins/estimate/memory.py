@@ -58,7 +58,7 @@ class Architecture:
     `parameters` are shapes by name, each tensor once; `tied` are the other state-dict names of some of them. Widths are
     elements per token: of the residual stream (`hidden`), the queries, the keys (equal to the values), the feed-forward
     intermediate (`inner`), and each norm in a block. `max_length` is the longest sequence in tokens, 0 if unknown.
-    `is_llama` is true if the blocks compute the same as Llama blocks.
+    `computes_like_llama` is true if the blocks compute the same as Llama blocks.
     """
 
     model_type: str
@@ -73,7 +73,7 @@ class Architecture:
     inner: int
     norms: tuple[int, ...]
     max_length: int
-    is_llama: bool
+    computes_like_llama: bool
 
     @cached_property
     def numel(self) -> int:
@@ -140,7 +140,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
         inner=sizes["i"],
         norms=tuple(widths.get(norm, sizes["h"]) for norm in norms) or (sizes["h"],) * 2,
         max_length=max_length,
-        is_llama=model.is_llama,
+        computes_like_llama=model.computes_like_llama,
     )
 
 

@@ -110,7 +110,7 @@ def convert_pairs_to_form(pairs: Iterable[ExpertPair], form: str, names: ExpertN
                 continue
             half = pair.b.spec.shape[1] // 2  # gate and up have half of the rows of B each, and share A
             for leaf, at in ((GATE, 0), (UP, half)):
-                yield moved._replace(leaf=leaf, b=axes.cut_axis(pair.b, 1, at, at + half))
+                yield moved._replace(leaf=leaf, b=axes.narrow_axis(pair.b, 1, at, at + half))
     else:
         yield from pairs
 

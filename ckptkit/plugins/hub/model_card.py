@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.checkpoints.manifest import Manifest
 from ckptkit.checks.inspect import Inspected
-from ckptkit.formats import format_title
+from ckptkit.formats import title_of_format
 from ckptkit.trainers import find_step_of_path
 from ckptkit.version import __version__
 from ckptkit.words import count
@@ -79,11 +79,11 @@ def make_card(
 def card_rows(inspected: Inspected, manifest: Manifest | None) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table: name and value of each known fact."""
     layout = inspected.layout
-    yield "format", format_title(layout.format)
+    yield "format", title_of_format(layout.format)
     origin = manifest.source if manifest else None
     made_of = Path(origin["path"]) if origin and "path" in origin else None
     if origin and made_of and _PLAIN.fullmatch(made_of.name):
-        yield "made from", f"`{made_of.name}`, {format_title(origin.get('format', ''))}"
+        yield "made from", f"`{made_of.name}`, {title_of_format(origin.get('format', ''))}"
     whole = inspected.whole.resolve()
     paths = [candidate for path in (whole, made_of) if path for candidate in (path, path.parent)]
     step = next((step for path in paths if (step := find_step_of_path(path)) is not None), None)

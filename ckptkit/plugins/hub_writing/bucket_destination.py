@@ -112,7 +112,7 @@ class HubBucketDestination(XetDestination, ClaimedOutput[HubBucketStore]):
             self._publish_other_files()
             ClaimedOutput.commit(self)
 
-    def remarks_on_upload(self) -> list[str]:
+    def missing_feature_remarks(self) -> list[str]:
         return ["a bucket does not refuse to replace a file: two uploads that start at the same moment could collide"]
 
     def _try_resume(self, begun: StoreClaim) -> bool:
@@ -126,7 +126,7 @@ class HubBucketDestination(XetDestination, ClaimedOutput[HubBucketStore]):
         self._files.put_small_file(CLAIM, StoreClaim.begin(self.plan, self._claimed).to_bytes())
         self._claim = self._files.sent.pop(CLAIM)
         self._files.sent_bytes = 0  # the claim is not data of the checkpoint
-        self._bucket.change_files([add_file_operation(self._upload_target.claim_key, self._claim)])
+        self._bucket.change_files([operation_to_add_file(self._upload_target.claim_key, self._claim)])
 
     def _publish_marker(self, name: str) -> None:
         self._publish_other_files()
@@ -150,7 +150,7 @@ class HubBucketDestination(XetDestination, ClaimedOutput[HubBucketStore]):
             return
         files = self._files.sent
         self._bucket.change_files(
-            [add_file_operation(self._upload_target.object_key(name), files[name]) for name in names]
+            [operation_to_add_file(self._upload_target.object_key(name), files[name]) for name in names]
         )
         self._shown.update(names)
         listed = self._existing_files()
@@ -163,7 +163,7 @@ class HubBucketDestination(XetDestination, ClaimedOutput[HubBucketStore]):
                 raise IOFailure(message, path=self.path / name, hint=AGAIN)
 
 
-def add_file_operation(key: str, sent: XetFile) -> Line:
+def operation_to_add_file(key: str, sent: XetFile) -> Line:
     """Return the operation that makes a file visible in the bucket."""
     return {"type": "addFile", "path": key, "xetHash": sent.hash, "mtime": int(time.time() * 1000)}
 

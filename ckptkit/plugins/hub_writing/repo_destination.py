@@ -79,7 +79,7 @@ class HubRepoDestination(XetDestination):
                 hint = f"name a file in the repository, like {self.path}/{next(iter(self.sizes))}"
                 raise Usage("a repository is a directory, and this format is one file", path=self.path, hint=hint)
             self._overwrite = overwrite
-            self._replaced = self._find_replaced(prospect, check)
+            self._replaced = self._files_deleted_by_commit(prospect, check)
             self._require_free([*self.sizes, *self.marks], prospect)
             if prospect.basis is None:
                 basis = create_repository(prospect.repo_id, private=True)
@@ -119,7 +119,7 @@ class HubRepoDestination(XetDestination):
                 message = f"the Hub has other bytes: expected {expected}; found {found}"
                 raise Corrupt(message, path=self.path / name, hint="run the same command again with --overwrite")
 
-    def remarks_on_upload(self) -> list[str]:
+    def missing_feature_remarks(self) -> list[str]:
         if not self.made:
             return ["the repository had all of these files before: there is nothing to commit"]
         at = "" if self._repository.revision == MAIN else f" of {self._repository.revision}"
@@ -134,7 +134,7 @@ class HubRepoDestination(XetDestination):
         """Return an existing branch for requests to the Hub: the target branch, or main."""
         return self._repository.revision if self._repository.head else MAIN
 
-    def _find_replaced(self, prospect: TargetRepository, check: Check) -> frozenset[str]:
+    def _files_deleted_by_commit(self, prospect: TargetRepository, check: Check) -> frozenset[str]:
         """Return the files that the commit deletes unless it replaces them.
 
         A new branch starts with all files of main. Raises `Occupied` if a checkpoint exists and `overwrite` was not

@@ -119,7 +119,7 @@ class MambaRows:
         ends = (0, *accumulate(self.row_counts(sizes)))
         if ends[-1] != full.spec.shape[0]:
             raise Mismatch(f"expected {ends[-1]} rows (config.json), found {full.spec.shape[0]}")
-        return tuple(axes.cut_axis(full, 0, start, stop) for start, stop in pairwise(ends))
+        return tuple(axes.narrow_axis(full, 0, start, stop) for start, stop in pairwise(ends))
 
     def row_counts(self, sizes: Sizes) -> tuple[int, ...]:
         inner = sizes["mamba_heads"] * sizes["mamba_width"]

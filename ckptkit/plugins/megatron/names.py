@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from ckptkit.errors import Mismatch
 from ckptkit.formats.archives.write_archive import make_zip_template
 from ckptkit.formats.pickles.write_pickle import dump
-from ckptkit.layout.renames import numbers_in, outline_of
+from ckptkit.layout.renames import mask_numbers, numbers_in
 from ckptkit.models.names.family import Family
 from ckptkit.models.names.rule import Rule, weight_and_bias_rules
 from ckptkit.models.names.sizes import LAYER, ExpertNames, Sizes, expert_names_of_type
@@ -65,7 +65,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
 
 def norm_name_to_write(name: str, sizes: Sizes) -> str:
     """Return the name under which to write a norm: without experts, the norm before the MLP is inside `linear_fc1`."""
-    outline = outline_of(name)
+    outline = mask_numbers(name)
     if outline == "decoder.layers.#.norm.weight":
         kinds, layer = hybrid.layer_kinds_of(sizes), numbers_in(name)[0]
         if layer >= len(kinds):

@@ -18,7 +18,7 @@ from ckptkit.formats.archives.flatten import FlatState, find_dict_items
 from ckptkit.formats.archives.non_tensor_entries import find_parameter_indices_by_group
 from ckptkit.layout import Blob, Spec, StoredTensor
 from ckptkit.layout.box import Shape
-from ckptkit.layout.match_parameters import find_certain_match, match_in_order
+from ckptkit.layout.match_parameters import match_in_order, match_or_none
 from ckptkit.layout.wrappers import PARAM_NAMES, parameters_by_index, read_recorded_names
 from ckptkit.plugins.megatron.rank_files import OPTIMIZER, SavedRank
 
@@ -124,7 +124,7 @@ def match_by_shape_and_decay(
     shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
     if any(PARAM_NAMES in group for group in groups):
         return match_by_names_in_groups(groups, indices_by_group, shapes, parameters)
-    matched = find_certain_match(match_in_order, indices_by_group, shapes, parameters, may_hold)
+    matched = match_or_none(match_in_order, indices_by_group, shapes, parameters, may_hold)
     if matched is None:
         raise Uncertain
     return matched
@@ -172,7 +172,7 @@ def add_masters(named: NamedOptimizer, saved: SavedRank, masters: Sequence[Any])
         narrow = {member: member[2].shape for member in members if member[2].dtype.name in _NARROW}
         flats = dict(enumerate(flatten_state(saved, {MASTER: value}) for value in require_certain_list(values)))
         shapes = {number: shape for number, flat in flats.items() if (shape := find_shape_of_state(flat)) is not None}
-        matched = find_certain_match(match_in_order, [list(flats)], shapes, narrow)
+        matched = match_or_none(match_in_order, [list(flats)], shapes, narrow)
         if matched is None:
             raise Uncertain
         for number, flat in flats.items():

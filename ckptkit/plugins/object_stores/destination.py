@@ -127,7 +127,7 @@ class ObjectDestination(ClaimedOutput[ObjectBucket]):
         self._require_claim()
         ClaimedOutput.commit(self)
 
-    def remarks_on_upload(self) -> list[str]:
+    def missing_feature_remarks(self) -> list[str]:
         words = "this store does not compare checksums, so ckptkit compared only the sizes of the files"
         return [f"{words}: {command_line('verify', self.path)} reads every byte back"]
 

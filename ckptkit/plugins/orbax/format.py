@@ -54,7 +54,7 @@ def read_tree_metadata(root: Path) -> Tree:
     """Return the contents of the tree in directory `root`. Raises `Corrupt` for malformed metadata."""
     path = root / NAME
     try:
-        metadata = require_json_object(path)
+        metadata = read_orbax_json_object(path)
         tree = Tree({}, {}, "zarr3" if metadata.get("use_zarr3") else "zarr", bool(metadata.get("use_ocdbt", True)))
         for entry in metadata["tree_metadata"].values():
             add_tree_entry(tree, root, entry)
@@ -63,7 +63,7 @@ def read_tree_metadata(root: Path) -> Tree:
     return tree
 
 
-def require_json_object(path: Path) -> dict[str, Any]:
+def read_orbax_json_object(path: Path) -> dict[str, Any]:
     value = parse_json(read_small(path, _LARGEST), path)
     if not isinstance(value, dict):
         raise Corrupt("expected a JSON object", path=path)
@@ -82,7 +82,7 @@ def add_tree_entry(tree: Tree, root: Path, entry: dict[str, Any]) -> None:
             require_plain_file_name(part, root / NAME)
         tree.arrays[name] = key
     elif kind == "string":
-        tree.values[name] = (key, require_json_object(root / STRINGS)[name])
+        tree.values[name] = (key, read_orbax_json_object(root / STRINGS)[name])
     elif kind in _EMPTY:
         tree.values[name] = (key, _EMPTY[kind])
     else:

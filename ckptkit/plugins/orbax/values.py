@@ -36,7 +36,7 @@ def require_tensorstore(path: Path) -> None:
         raise Unsupported("orbax's arrays need the package `tensorstore`", path=path, hint=hint) from error
 
 
-def dump_ocdbt_node(values: Mapping[str, bytes], node: str | None = None) -> dict[str, Any]:
+def parse_ocdbt_node(values: Mapping[str, bytes], node: str | None = None) -> dict[str, Any]:
     """Return the manifest of an OCDBT database, or one node, as a dict; `values` are the database files."""
     import tensorstore
 
@@ -114,7 +114,7 @@ def values_in_ocdbt(root: Path) -> dict[str, Value]:
     """
     manifests = {name: read_small(root / name, _LARGEST) for name in names_in(root) if name.startswith(_MANIFESTS)}
     with translate_tensorstore_errors(root / MANIFEST):
-        versions = dump_ocdbt_node(manifests)["versions"]
+        versions = parse_ocdbt_node(manifests)["versions"]
     if not versions:
         raise Corrupt("the manifest lists no version", path=root / MANIFEST, hint="use another checkpoint")
     level: list[Node] = []
@@ -150,7 +150,7 @@ def read_node(root: Path, node: Node, files: OpenFiles) -> list[Mapping[str, Any
         raise Corrupt(f"expected a node of at most {_LARGEST} bytes, found {node.value.length}", path=path)
     data = read_value(node.value, files)
     with translate_tensorstore_errors(path):
-        dumped = dump_ocdbt_node({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
+        dumped = parse_ocdbt_node({unquote(node.base) + _NODE: data}, f"btreenode:{node.base}:{_NODE}:0:{len(data)}")
         if dumped["height"] != node.height:
             raise Corrupt(f"expected a node of height {node.height}, found {dumped['height']}", path=path)
         entries: list[Mapping[str, Any]] = dumped["entries"]

@@ -43,7 +43,7 @@ class Runnable:
         """
         component = checkpoint.model_component
         path, meta = component.path, find_meta_model(config)
-        weights = find_weights(named.rename_layouts([component.layout])[0])
+        weights = find_weights(named.rename_parameters_in_layouts([component.layout])[0])
         model = Model(part=component, weights=weights, origins=(path,), companions=Companions(config=dict(config)))
         model = model if named.rename else without_trainer_prefix(model)
         weights, remarks = model.weights, model.remarks

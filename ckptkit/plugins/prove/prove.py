@@ -13,7 +13,7 @@ from ckptkit.checkpoints.model_facts import ModelFacts
 from ckptkit.checks.diff import compare_tensors_with_source
 from ckptkit.errors import Mismatch, Unsupported, Usage
 from ckptkit.io.file import read_small
-from ckptkit.io.path import remarks_on_hub_id
+from ckptkit.io.path import remarks_if_taken_from_hub
 from ckptkit.io.progress import Progress
 from ckptkit.models.companions import Companions, different_preprocessing_files, find_companions
 from ckptkit.models.config_differences import ConfigDifference, describe_differences, rope_parameters_of
@@ -186,7 +186,7 @@ def prove(
     their_config = our_companions.config if their_companions.config is None else their_companions.config
     our_model, their_model = Runnable.of(ours, our_companions.config), Runnable.of(theirs, their_config, named)
     notes = [
-        *remarks_on_hub_id(base),
+        *remarks_if_taken_from_hub(base),
         *notes_on_unproved(our_companions, their_companions, theirs.path),
         *our_model.remarks,
         *their_model.remarks,

@@ -129,7 +129,7 @@ class ChosenWeights:
     left: Mapping[str, str]
 
     @property
-    def names_by_reason(self) -> Mapping[str, Sequence[str]]:
+    def unquantized_names_by_reason(self) -> Mapping[str, Sequence[str]]:
         ordered = sorted(self.left, key=lambda name: (self.left[name], name))
         return {reason: list(names) for reason, names in groupby(ordered, self.left.__getitem__)}
 
@@ -233,8 +233,14 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     excluded = excluded_names(options, model.weights.origins_by_name(names), model.part.path)
     chosen = choose_weights(model.layout.specs, linear.names, linear.kept, scheme, excluded)
     if not chosen.names:
-        why = "; ".join(f"skipped {len(names)} because {reason}" for reason, names in chosen.names_by_reason.items())
-        hint = "pass --quantize fp8-channel, which has one scale per row" if RAGGED in chosen.names_by_reason else None
+        why = "; ".join(
+            f"skipped {len(names)} because {reason}" for reason, names in chosen.unquantized_names_by_reason.items()
+        )
+        hint = (
+            "pass --quantize fp8-channel, which has one scale per row"
+            if RAGGED in chosen.unquantized_names_by_reason
+            else None
+        )
         message = f"no weight can be quantized: {why or 'found no linear layer'}"
         raise Unsupported(message, path=model.layout.path, hint=hint)
     source = with_stored_dtypes(model.layout, chosen)
@@ -310,7 +316,7 @@ def remarks_on_quantization(source: Layout, chosen: ChosenWeights, scheme: Schem
     numbers = sum(source.tensors[name].spec.numel for name in chosen.names)
     weights = f"{count(len(chosen.names), 'weight')}, {count(numbers, 'parameter')}"
     notes = [f"quantized {weights}, as {scheme.name}; config.json describes it"]
-    for reason, names in chosen.names_by_reason.items():
+    for reason, names in chosen.unquantized_names_by_reason.items():
         weights = count(len(names), "weight")
         notes.append(f"did not quantize {weights} of linear layers because {reason}: {join_few_names(names)}")
     return notes

@@ -75,7 +75,7 @@ class Series:
                 self.bad.append(step)
             return
         self.latest = value
-        segment = Segment(step, step, value, value, value, 1, self._breaks_before(step))
+        segment = Segment(step, step, value, value, value, 1, self._record_break_before(step))
         if not segment.starts_gap and self.stretches[-1].count < self._width:
             self.stretches[-1].merge_later(segment)
             return
@@ -86,7 +86,7 @@ class Series:
             self.stretches = self.stretches[::2]
             self._width *= 2
 
-    def _breaks_before(self, step: float) -> bool:
+    def _record_break_before(self, step: float) -> bool:
         if not self.stretches:
             return True
         distance = step - self.stretches[-1].last

@@ -20,7 +20,7 @@ _COPIES = 3  # of all checkpoints of a run: the uninterrupted run, the resumed o
 def check_runs_and_saves(runs: Runs) -> str:
     """Check that the script ends, stops at the last step, and saves a checkpoint in the middle and at the end."""
     script, done = runs.script, runs.uninterrupted
-    runs.require_done(done, "the script did not end" if done.exit_code is None else "the script failed")
+    runs.require_success(done, "the script did not end" if done.exit_code is None else "the script failed")
     steps = sorted(runs.checkpoint_paths)
     if not steps:
         files = sorted(str(file.relative_to(done.run)) for file in files_of_checkpoint(done.run))

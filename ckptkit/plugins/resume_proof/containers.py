@@ -13,7 +13,7 @@ from zipfile import ZIP_STORED, ZipFile
 from ckptkit.errors import Unsupported, errors_at
 from ckptkit.formats.pickles import inert_pickle
 from ckptkit.formats.pickles.inert_pickle import ANY_NAME, SCALARS, Dict, Global, PersistentId, Record
-from ckptkit.formats.pickles.tensor_calls import is_tensor
+from ckptkit.formats.pickles.tensor_calls import is_pickled_tensor
 from ckptkit.formats.pickles.write_pickle import dump
 from ckptkit.layout import KeyPath, Layout
 
@@ -132,7 +132,7 @@ class Copying:
             value = value.args[0].encode(value.args[1])
         if isinstance(value, SCALARS):
             return self.visit(path, value)
-        if isinstance(value, PersistentId | type) or is_tensor(value):
+        if isinstance(value, PersistentId | type) or is_pickled_tensor(value):
             return value
         if id(value) not in self.copies:
             self.copies[id(value)] = self.copy_container(value, path)

@@ -75,7 +75,7 @@ def prove_script(
                 **restored_checks(runs),
                 "another world size": check_resume_at_other_size,
                 "one file and back": check_one_file_and_back,
-                **kill_checks(runs),
+                **kill_survival_checks(runs),
                 "export": check_exports,
             }
             for name, look in further.items():
@@ -156,7 +156,7 @@ def check_resume_at_other_size(runs: Runs) -> str:
             why = f"on {count(runs.nproc, 'rank')} the resumed run differs, too"
             raise CheckSkipped(f"resumes on {ranks}; the result was not compared, because {why}")
         control = runs.start_run("other-size", nproc=size)
-        runs.require_done(control, f"the script does not run on {ranks}")
+        runs.require_success(control, f"the script does not run on {ranks}")
         groups = (WEIGHTS, MOMENTS)
         expected = largest_distance(group_differences(runs.last_state, runs.state_at_end(control), groups=groups))
         found = largest_distance(group_differences(runs.last_state, state, groups=groups))
@@ -223,7 +223,7 @@ def convert_middle_checkpoint(runs: Runs, label: str, write: Callable[[Path], ob
     return target
 
 
-def kill_checks(runs: Runs) -> dict[str, Callable[[Runs], str]]:
+def kill_survival_checks(runs: Runs) -> dict[str, Callable[[Runs], str]]:
     """Return a check for each moment at which the script is killed: numbers of files of the last checkpoint."""
     total = len(files_of_checkpoint(runs.checkpoint_paths[runs.script.steps]))
     moments = sorted({max(1, round(total * share)) for share in _MOMENTS_OF_SAVING})

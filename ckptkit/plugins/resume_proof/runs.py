@@ -127,7 +127,7 @@ class Runs:
         """Return by how much a second run of the same command differs."""
         with self.deleted_afterwards("control"):
             again = self.start_run("control")
-            self.require_done(again, "the command was run a second time in another directory")
+            self.require_success(again, "the command was run a second time in another directory")
             return measure_control_tolerance(self.last_state, self.state_at_end(again))
 
     # resumed runs
@@ -222,7 +222,7 @@ class Runs:
             raise CheckFailed(f"no checkpoint at step {self.script.steps} after it; output: {execution.log}")
         return read_checkpoint_contents(found.path)
 
-    def require_done(self, execution: Execution, what: str, hint: str = "") -> None:
+    def require_success(self, execution: Execution, what: str, hint: str = "") -> None:
         """Raise `CheckFailed` unless a run ended by itself and without an error."""
         if not execution.is_done:
             raise CheckFailed(f"{what}: {execution.describe_failure()}{hint}")
@@ -234,7 +234,7 @@ class Runs:
         if last is not None and last.is_complete:
             ending = "does not end" if execution.exit_code is None else "fails"
             what = f"the script resumes {source}, saves step {self.script.steps}, and then {ending}"
-        self.require_done(execution, what, hint)
+        self.require_success(execution, what, hint)
 
     def log_path(self, label: str) -> Path:
         return self.room / LOGS / f"{label}.txt"

@@ -30,7 +30,7 @@ def find_uploads(root: RemotePath) -> list[OpenUpload]:
     measured = [upload for upload in map_in_parallel(partial(measure_upload, bucket), uploads) if upload]
     claimed = list(claimed_destinations(bucket, objects))
     now = read_store_or_local_clock(bucket)
-    every = [make_open_upload(place, claim, objects, measured, now) for place, claim in claimed]
+    every = [unfinished_upload_of(place, claim, objects, measured, now) for place, claim in claimed]
     named = {upload for _, claim in claimed for upload in (claim.uploads or {}).values()}
     for upload in measured:
         if upload.upload not in named:  # it is from another tool, or its claim was lost
@@ -53,8 +53,8 @@ def claimed_destinations(bucket: S3Store, keys: Iterable[str]) -> Iterator[tuple
             yield UploadTarget(path, is_file), claim
 
 
-def make_open_upload(
-    place: UploadTarget,
+def unfinished_upload_of(
+    target: UploadTarget,
     claim: StoreClaim,
     objects: Mapping[str, StoreEntry],
     uploads: Iterable[MultipartUpload],
@@ -64,15 +64,15 @@ def make_open_upload(
     ids = set((claim.uploads or {}).values())
     files = tuple(upload for upload in uploads if upload.upload in ids)
     write_times = [upload.active for upload in files]
-    base, finished_bytes = place.object_key(""), 0
+    base, finished_bytes = target.object_key(""), 0
     for key, stored in objects.items():
-        if place.is_claim_or_note(key):
+        if target.is_claim_or_note(key):
             write_times.append(stored.changed)
-        elif key == base if place.is_file else key.startswith(base):
+        elif key == base if target.is_file else key.startswith(base):
             write_times.append(stored.changed)
             finished_bytes += stored.size
     return OpenUpload(
-        place.path,
+        target.path,
         claim.started,
         claim.host,
         max(0.0, now - max(write_times)),

@@ -38,7 +38,7 @@ from ckptkit.formats.ranks.write_files import Example, RankStorages, Writing, pa
 from ckptkit.formats.safetensors_headers import read_header_chunks
 from ckptkit.formats.shards.dtensors import Placed
 from ckptkit.formats.shards.join import join_files
-from ckptkit.formats.shards.rank_file import RankFile, RankTensor, lost_rank_file, read_rank_file
+from ckptkit.formats.shards.rank_file import RankFile, RankTensor, infer_lost_rank_file, read_rank_file
 from ckptkit.formats.shards.write_dtensors import RankMesh
 from ckptkit.io.file import is_existing_path, names_in, read_small
 from ckptkit.layout import (
@@ -202,7 +202,11 @@ def join_item_of_ranks(path: Path, name: str, item: CheckpointItem, report: Repo
     """Return an item joined from all ranks; report unreadable files, and tensors that only those files contain."""
     files = read_item_files(path, name, item, report)
     absent = {rank for ranks in item.spread.values() for rank in ranks} - {file.rank for file in files}
-    lost = [lost_rank_file(files[0], rank, item.files[rank][0]) for rank in absent & item.files.keys()] if files else []
+    lost = (
+        [infer_lost_rank_file(files[0], rank, item.files[rank][0]) for rank in absent & item.files.keys()]
+        if files
+        else []
+    )
     flat = join_files(sorted([*files, *lost], key=lambda file: file.rank), report)
     if absent:
         for tensor in (".".join(map(str, (name, *key))) for key in item.spread):

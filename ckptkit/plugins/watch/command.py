@@ -91,7 +91,7 @@ def watch(
         tries=tries,
         timeout=timeout,
         once=once,
-        tell=None if json else print_outcome,
+        tell=None if json else print_event,
     )
     if json:
         result = {"ok": done.is_ok, **pick(done, "root", "handled", "failed", "missed", "before")}
@@ -103,7 +103,7 @@ def watch(
         raise typer.Exit(1)
 
 
-def print_outcome(event: Event) -> None:
+def print_event(event: Event) -> None:
     """Print an outcome as a line on stdout, and progress as a note."""
     line = f"{event.checkpoint.name}: {event.message}"
     if event.outcome is None:

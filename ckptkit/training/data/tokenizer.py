@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptkit.errors import Usage
-from ckptkit.io.path import hint_for_hub_id, is_model_id
+from ckptkit.io.path import hint_for_hub_id, means_hub_model
 from ckptkit.training.data.documents import Text
 from ckptkit.training.models.config import BYTES, END_OF_TEXT
 
@@ -83,7 +83,7 @@ def choose_tokenizer(name: str | None) -> Tokenizer:
     except ImportError as error:
         hint = "pip install 'ckptkit-fsdp[hf]', or drop --tokenizer to train on bytes"
         raise Usage("a Hugging Face tokenizer needs the package transformers", hint=hint) from error
-    if "/" in name and not Path(name).exists() and not is_model_id(name):
+    if "/" in name and not Path(name).exists() and not means_hub_model(name):
         raise Usage(f"no tokenizer `{name}`: the file or directory does not exist", hint=hint_for_hub_id(name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(Path(name).parent if Path(name).name == "tokenizer.json" else name)

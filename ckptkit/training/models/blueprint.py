@@ -65,7 +65,7 @@ def download_if_hub_id(model: str) -> str:
         directory = Path(
             snapshot_download(model, allow_patterns=[*FILES, "model*.safetensors*"], ignore_patterns="*/*")
         )
-    if find_weights_directory(directory) is None:
+    if directory_if_it_has_weights(directory) is None:
         hint = "download it and `ckptkit convert` its weights, or pass a directory with its config.json to start anew"
         raise Unsupported(f"`{model}` does not have safetensors files on the Hub", hint=hint)
     return str(directory)
@@ -91,10 +91,10 @@ def choose_blueprint(model: str, *, tied: bool = True, vocab_size: int | None = 
     except ImportError as error:
         hint = "pip install 'ckptkit-fsdp[hf]', or pass a size or a Llama's config.json"
         raise Usage(f"a model's directory needs transformers 5: {error}", path=path, hint=hint) from error
-    return Pretrained(path, find_weights_directory(path))
+    return Pretrained(path, directory_if_it_has_weights(path))
 
 
-def find_weights_directory(directory: Path) -> Path | None:
+def directory_if_it_has_weights(directory: Path) -> Path | None:
     """Return the directory if it has safetensors files, else None. Raises `Unsupported` for pickled weights."""
     if any(directory.glob("*.safetensors")):
         return directory

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.errors import CkptError, NotACheckpoint, Unsupported, Usage, too_small_error, translate_os_errors
-from ckptkit.io.path import is_model_id
+from ckptkit.io.path import means_hub_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +197,6 @@ PLAIN_LLAMA: dict[str, Any] = {
 
 def require_known_model(model: str) -> None:
     """Raise `Usage` unless `model` is a size, exists as a path, or looks like a Hub id."""
-    if model not in SIZES and not Path(model).exists() and not is_model_id(model):
+    if model not in SIZES and not Path(model).exists() and not means_hub_model(model):
         hint = f"use one of {', '.join(SIZES)}, a config.json, a model's directory or a Hub id like `org/model`"
         raise Usage(f"unknown model `{model}`", hint=hint)

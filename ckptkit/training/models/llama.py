@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ckptkit.training.models.config import ModelConfig
 
 
-def same_document_mask(positions: Tensor) -> Tensor:
+def causal_document_mask(positions: Tensor) -> Tensor:
     """Return an attention mask, bool [batch, 1, query, key]: True for earlier keys of the query's document.
 
     `positions` int64 [batch, length] count from 0 in each document.
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Map int64 [batch, length] to [batch, length, hidden]."""
         x = self.embed_tokens(tokens)
-        mask = None if positions is None else same_document_mask(positions)
+        mask = None if positions is None else causal_document_mask(positions)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         cos, sin = self.rotary_emb(positions, x.dtype)

@@ -18,7 +18,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from ckptkit.errors import NotACheckpoint, Unsupported
 from ckptkit.models.companions import find_companions_in
-from ckptkit.training.models.llama import same_document_mask
+from ckptkit.training.models.llama import causal_document_mask
 
 
 class Pretrained:
@@ -141,7 +141,7 @@ def document_separation_checked(blocks: Sequence[nn.Module], positions: Tensor) 
     Checks the attention mask that each block gets, because not every family applies it, and that no block has a
     convolution.
     """
-    hidden = ~same_document_mask(positions)
+    hidden = ~causal_document_mask(positions)
 
     def check(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = signature(type(block).forward).bind(block, *args, **kwargs).arguments

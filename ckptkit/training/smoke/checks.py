@@ -27,9 +27,9 @@ from ckptkit.training.smoke.runs import (
     SIZES,
     STEPS,
     SmokeRuns,
-    compare_checkpoints,
-    compare_tensors,
     read_tensors_by_torch,
+    require_equal_checkpoints,
+    require_equal_tensors,
     steps_of_rank_0,
 )
 
@@ -53,7 +53,7 @@ def check_saves_adapters_alone(runs: SmokeRuns) -> str:
 def check_resumes_adapters(runs: SmokeRuns) -> str:
     """Check that a resumed LoRA training takes the same steps, and ends with the same tensors."""
     require_equal_steps(runs.lora_accounts, runs.resumed_lora_accounts, ADAPTED // 2)
-    return compare_checkpoints(
+    return require_equal_checkpoints(
         runs.adapter_checkpoint_path, runs.scratch / "adapters-again" / runs.adapter_checkpoint_path.name
     )
 
@@ -196,7 +196,7 @@ def require_equal_steps(original: list[RankAccount], resumed: list[RankAccount],
 
 def check_reshards(runs: SmokeRuns) -> str:
     """Check that resharding to other world sizes, one after the other, does not change the tensors."""
-    found = [compare_checkpoints(runs.last_checkpoint_path, resharded) for resharded in runs.resharded_paths]
+    found = [require_equal_checkpoints(runs.last_checkpoint_path, resharded) for resharded in runs.resharded_paths]
     return f"{' to '.join(map(str, (runs.nproc, *SIZES)))} ranks: {found[-1]}"
 
 
@@ -213,8 +213,8 @@ def check_round_trips(runs: SmokeRuns) -> str:
     weights = convert(runs.out, runs.scratch / "weights", to="dcp", under="model", world_size=runs.nproc).output
     single_file = convert(runs.last_checkpoint_path, runs.scratch / "whole", to="pt").output
     shards = convert(single_file, runs.scratch / "shards", to="dcp", world_size=runs.nproc).output
-    results = [compare_checkpoints(runs.last_checkpoint_path, converted) for converted in (single_file, shards)]
-    first = compare_checkpoints(runs.last_checkpoint_path, weights, "model")
+    results = [require_equal_checkpoints(runs.last_checkpoint_path, converted) for converted in (single_file, shards)]
+    first = require_equal_checkpoints(runs.last_checkpoint_path, weights, "model")
     return f"hf to dcp: {first}; dcp to pt to dcp: {results[-1]}"
 
 
@@ -227,7 +227,7 @@ def check_equal_tensors(runs: SmokeRuns) -> str:
     expected = {
         name: tensor for name, tensor in runs.trained_model.state_dict().items() if name not in tied_names(runs)
     }
-    return f"{compare_tensors(expected, runs.exported_tensors)} tensors equal to dcp.load's"
+    return f"{require_equal_tensors(expected, runs.exported_tensors)} tensors equal to dcp.load's"
 
 
 def check_equal_logits(runs: SmokeRuns) -> str:
@@ -288,14 +288,14 @@ CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
     "resume: losses": lambda runs: (
         f"{require_equal_steps(runs.first_accounts, runs.resumed_accounts, SAVED)} losses and norms equal, bit for bit"
     ),
-    "resume: weights": lambda runs: compare_checkpoints(
+    "resume: weights": lambda runs: require_equal_checkpoints(
         runs.last_checkpoint_path, runs.scratch / "resumed" / runs.last_checkpoint_path.name
     ),
     "another world size": lambda runs: (
-        f"{runs.nproc + 1} ranks: {compare_checkpoints(runs.last_checkpoint_path, runs.other_world_size_path)}"
+        f"{runs.nproc + 1} ranks: {require_equal_checkpoints(runs.last_checkpoint_path, runs.other_world_size_path)}"
     ),
     # a full (single-file) checkpoint loads, and the shards saved from it are unchanged
-    "full state": lambda runs: compare_checkpoints(runs.last_checkpoint_path, runs.path_resharded_from_full),
+    "full state": lambda runs: require_equal_checkpoints(runs.last_checkpoint_path, runs.path_resharded_from_full),
     **{name: import_object(known.where) for name, known in PLUGIN_CHECKS.items()},
     "reshard": check_reshards,
     "resume after reshard": check_resumes_resharded,

@@ -18,7 +18,7 @@ from ckptkit.training.launch import RankPlace, Report, process_group
 from ckptkit.training.loop import DeferredSignal, take_steps
 from ckptkit.training.metrics import Log, StepMetrics
 from ckptkit.training.shard import param_dtype
-from ckptkit.training.start import start_training
+from ckptkit.training.start import build_trainer_and_run
 from ckptkit.training.trainer import Trainer
 
 
@@ -44,7 +44,7 @@ class RankAccount:
 def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> None:
     """Train a run to its last step, like `ckptkit.training.loop`, and report a `RankAccount`."""
     with process_group(place, config.device, deterministic=True) as mesh:
-        trainer, run = start_training(config, mesh)
+        trainer, run = build_trainer_and_run(config, mesh)
         states = {trainer.progress.step: scheduler_and_progress_state(trainer)}
         steps = []
         with run, Log(config, place.rank) as log:
@@ -74,7 +74,7 @@ def train_and_report(config: TrainConfig, place: RankPlace, report: Report) -> N
 def load_and_save(config: TrainConfig, place: RankPlace, _report: Report) -> None:
     """Load the checkpoint that the configuration resumes from, and save it unchanged into the configuration's run."""
     with process_group(place, config.device) as mesh:
-        trainer, run = start_training(config, mesh)
+        trainer, run = build_trainer_and_run(config, mesh)
         with run:
             trainer.save(run)
 
@@ -82,7 +82,9 @@ def load_and_save(config: TrainConfig, place: RankPlace, _report: Report) -> Non
 def take_step_from_each(config: TrainConfig, checkpoints: Sequence[Path], place: RankPlace, report: Report) -> None:
     """Resume from each checkpoint for one step, and report the steps. Saves nothing."""
     with process_group(place, config.device, deterministic=True) as mesh:
-        trainers = (start_training(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints)
+        trainers = (
+            build_trainer_and_run(replace(config, resume=str(checkpoint)), mesh)[0] for checkpoint in checkpoints
+        )
         report(RankAccount(place.rank, tuple(trainer.step() for trainer in trainers)))
 
 

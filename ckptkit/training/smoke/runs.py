@@ -30,18 +30,18 @@ from ckptkit.training.smoke.rank_tasks import RankAccount, load_and_save, take_s
 from ckptkit.training.smoke.run_check import CheckFailed
 
 
-def compare_checkpoints(one: Path, other: Path, name_prefix: str = "") -> str:
+def require_equal_checkpoints(one: Path, other: Path, name_prefix: str = "") -> str:
     """Compare all tensors of two checkpoints, read by torch. Raises `CheckFailed` if they differ.
 
     With `name_prefix`, only tensors of the first checkpoint whose name starts with `name_prefix` are expected in the
     second.
     """
     expected = {name: tensor for name, tensor in read_tensors_by_torch(one).items() if name.startswith(name_prefix)}
-    count = compare_tensors(expected, read_tensors_by_torch(other))
+    count = require_equal_tensors(expected, read_tensors_by_torch(other))
     return f"{count} tensors of {name_prefix or 'model and optimizer'} equal, bit for bit"
 
 
-def compare_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
+def require_equal_tensors(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> int:
     """Compare tensors by name, and return their number. Raises `CheckFailed` if names or values differ."""
     if found.keys() != expected.keys():
         raise CheckFailed(f"names that only one side has: {sorted(found.keys() ^ expected.keys())}")

@@ -24,10 +24,10 @@ from ckptkit.training.data.tokens import prepare_tokens
 from ckptkit.training.initial import initialize_model
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.loop import DeferredSignal, take_steps
-from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memory
+from ckptkit.training.metrics import Log, flops_per_token, peak_flops, peak_memory_since_last_call
 from ckptkit.training.models.blueprint import Blueprint, choose_blueprint
-from ckptkit.training.shard import compile_blocks, matmul_and_frozen_counts, param_dtype
-from ckptkit.training.start import start_training
+from ckptkit.training.shard import compile_blocks, matmul_and_frozen_numel, param_dtype
+from ckptkit.training.start import build_trainer_and_run
 from ckptkit.training.trainer import make_scheduler
 from scripts.benchmarks.training.watch import Watch
 
@@ -54,7 +54,7 @@ def prepare(home: Path, config: TrainConfig) -> None:
 
 def describe(config: TrainConfig, blueprint: Blueprint, model: nn.Module) -> dict[str, object]:
     """Return the facts that a table is to be read with."""
-    multiplied, _ = matmul_and_frozen_counts(model)
+    multiplied, _ = matmul_and_frozen_numel(model)
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "flops_per_token": flops_per_token(
@@ -69,7 +69,7 @@ def ours(home: Path, config: TrainConfig, place: RankPlace, _: Report) -> None:
     """Train as `ckptkit train` does, a rank each, up to the step that would save a checkpoint."""
     with process_group(place, config.device, deterministic=config.deterministic) as mesh:
         watch = Watch()
-        trainer, run = start_training(config, mesh)
+        trainer, run = build_trainer_and_run(config, mesh)
         with run, Log(config, place.rank) as log:
             for step in islice(take_steps(config, trainer, run, DeferredSignal(signal.SIGTERM)), config.steps - 1):
                 log.write_step(step)
@@ -101,7 +101,7 @@ def plain(home: Path, config: TrainConfig) -> None:
         if dtype != torch.float32:
             with torch.no_grad():
                 torch._foreach_copy_(list(model.parameters()), weights)
-        watch.note(loss, *peak_memory(device.type))
+        watch.note(loss, *peak_memory_since_last_call(device.type))
     watch.tell(home)
 
 

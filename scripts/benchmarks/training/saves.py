@@ -15,7 +15,7 @@ from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import TrainConfig, read_settings
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from ckptkit.training.saving.run import Run
-from ckptkit.training.start import make_run, start_training
+from ckptkit.training.start import build_trainer_and_run, make_run
 from ckptkit.training.trainer import Trainer
 from scripts.benchmarks.training.tables import WARM_UP
 from scripts.benchmarks.training.watch import REPORT
@@ -37,7 +37,7 @@ class Saved:
 def saves(home: Path, config: TrainConfig, runs: int, place: RankPlace, _: Report) -> None:
     """Measure steps without a save, then `runs` saves of each kind; rank 0 leaves the report."""
     with process_group(place, config.device) as mesh:
-        trainer, _run = start_training(config, mesh)
+        trainer, _run = build_trainer_and_run(config, mesh)
         step = median([take_step(trainer) for _ in range(WARM_UP + config.steps)][WARM_UP:])
         kinds = {}
         for state_dict in ("sharded", "full"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import Mismatch
-from ckptkit.layout.renames import numbers_in, outline_of
+from ckptkit.layout.renames import mask_numbers, numbers_in
 from ckptkit.models.names.naming import require_layers_and_experts
 from ckptkit.models.names.sizes import Sizes
 
@@ -67,4 +67,4 @@ def test_what_is_missing_or_too_much(names: list[str], tensor: str | None, words
     ],
 )
 def test_numbers_in_names(name: str, outline: str, numbers: tuple[int, ...]) -> None:
-    assert (outline_of(name), numbers_in(name)) == (outline, numbers)
+    assert (mask_numbers(name), numbers_in(name)) == (outline, numbers)

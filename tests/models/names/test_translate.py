@@ -7,7 +7,7 @@ import pytest
 
 from ckptkit.errors import Mismatch
 from ckptkit.layout import StoredTensor
-from ckptkit.layout.renames import numbers_in, outline_of
+from ckptkit.layout.renames import mask_numbers, numbers_in
 from ckptkit.models.names.rule import Rule, alternative_patterns, weight_and_bias_rules
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.steps import Concatenated, SwappedAxes
@@ -34,9 +34,9 @@ def one_of(numbers: Numbers) -> StoredTensor:
 
 
 def test_outlines() -> None:
-    assert outline_of("layers.10.experts.3.w1.weight") == "layers.#.experts.#.w1.weight"
+    assert mask_numbers("layers.10.experts.3.w1.weight") == "layers.#.experts.#.w1.weight"
     assert numbers_in("layers.10.experts.3.w1.weight") == (10, 3)
-    assert (outline_of("h.0"), numbers_in("h.0")) == ("h.#", (0,))
+    assert (mask_numbers("h.0"), numbers_in("h.0")) == ("h.#", (0,))
     ways = [pattern.outline for pattern in alternative_patterns("a[.{layer}].b | c.{layer}")]
     assert ways == ["a.#.b", "a.b", "c.#"]
 

@@ -226,7 +226,11 @@ def test_experts_are_left_together() -> None:
     specs["layers.0.visual.a.weight"] = Spec(DTYPES["bfloat16"], (128, 128))
     found = choose_weights(specs, specs, (), SCHEMES["fp8-block"], {"layers.0.experts.1.b.weight"})
     assert found.names == ()
-    assert {reason: len(names) for reason, names in found.names_by_reason.items()} == {HEADS: 1, ASKED: 1, ALONE: 3}
+    assert {reason: len(names) for reason, names in found.unquantized_names_by_reason.items()} == {
+        HEADS: 1,
+        ASKED: 1,
+        ALONE: 3,
+    }
     assert module_names_of(specs) == ["layers.0.experts", "layers.0.visual.a"]
     assert r"re:layers\.0\.experts\..*" in SCHEMES["fp8-channel"].quantization_config(module_names_of(specs))["ignore"]
 

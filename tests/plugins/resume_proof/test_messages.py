@@ -12,7 +12,7 @@ import pytest
 import ckptkit
 from ckptkit.plugins.resume_proof.checks import check_runs_and_saves, hint_on_missing_checkpoint
 from ckptkit.plugins.resume_proof.options import ScriptOptions
-from ckptkit.plugins.resume_proof.prove import check_survives_kill, is_about_rank_state, kill_checks
+from ckptkit.plugins.resume_proof.prove import check_survives_kill, is_about_rank_state, kill_survival_checks
 from ckptkit.plugins.resume_proof.runs import Runs
 from ckptkit.training.smoke.run_check import CheckFailed
 from tests.plugins.resume_proof.faults import NUMPY
@@ -132,7 +132,7 @@ def test_no_moment_of_a_save_is_tried_twice(tmp_path: Path, files: int, moments:
     runs.checkpoint_paths[8].mkdir()
     for i in range(files):
         (runs.checkpoint_paths[8] / f"{i}.bin").touch()
-    assert len(kill_checks(runs)) == moments
+    assert len(kill_survival_checks(runs)) == moments
 
 
 @pytest.mark.parametrize(

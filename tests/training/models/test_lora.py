@@ -15,7 +15,7 @@ from ckptkit.training.metrics import flops_per_token
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import LlamaBlueprint
 from ckptkit.training.models.lora import Lora, LoraBlueprint
-from ckptkit.training.shard import matmul_and_frozen_counts
+from ckptkit.training.shard import matmul_and_frozen_numel
 
 TOKENS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -128,7 +128,7 @@ def test_the_config_is_that_of_the_adapter() -> None:
 
 def test_operations_of_frozen_parameters_have_no_gradient_of_their_own() -> None:
     model = blueprint().build()
-    multiplied, frozen = matmul_and_frozen_counts(model)
+    multiplied, frozen = matmul_and_frozen_numel(model)
     adapters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert multiplied - frozen == adapters
     assert flops_per_token(multiplied, 2, 64, 10, frozen=frozen) == 4 * frozen + 6 * adapters + 12 * 2 * 64 * 10
