@@ -24,14 +24,15 @@ _STATES = ("begun", "done", "failed", "missed")
 class HandledRecord:
     """What a watch has done with a checkpoint saved at `saved_ns`: it ran the first `commands_done` commands.
 
-    While the next command runs, `state` is "begun", and `out_before` is the inode and modification time of `{out}`
-    before the command began.
+    While the next command runs, `state` is "begun", and `out_before` is the inode and modification time of the output
+    before the command began. `is_weights_only` means that the checkpoint was not demoted later.
     """
 
     state: str
     saved_ns: int
     commands_done: int = 0
     out_before: tuple[int, int] | None = None
+    is_weights_only: bool = False
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> HandledRecord:
@@ -41,7 +42,8 @@ class HandledRecord:
         if found["state"] not in _STATES or not all(isinstance(number, int) for number in numbers):
             raise ValueError
         inode_and_time = (int(numbers[2]), int(numbers[3])) if before else None
-        return cls(found["state"], found["saved_ns"], found["commands_done"], inode_and_time)
+        is_weights_only = found.get("is_weights_only") is True  # of a journal before 0.2: unknown
+        return cls(found["state"], found["saved_ns"], found["commands_done"], inode_and_time, is_weights_only)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,9 @@ class WatchCommand:
     def __str__(self) -> str:
         return " ".join(self.words)
 
+    def fill(self, values: Mapping[str, str]) -> list[str]:
+        return [_PLACE.sub(lambda found: values[found[1]], word) for word in self.words]
+
     def run_command(self, values: Mapping[str, str], lock_fd: int, timeout: float) -> str | None:
         """Run the command with these values. Return a description of its failure, None if it succeeded.
 
@@ -79,13 +82,12 @@ class WatchCommand:
         longer than `timeout` seconds, or if this process is interrupted, the command and its children are terminated
         first.
         """
-        words = [_PLACE.sub(lambda found: values[found[1]], word) for word in self.words]
         launcher = [sys.executable, "-m", "ckptkit"] if self.is_ours else []
         environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         environment |= {f"CKPTKIT_{name.upper()}": value for name, value in values.items()}
         try:
             process = subprocess.Popen(
-                [*launcher, *words],
+                [*launcher, *self.fill(values)],
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=(lock_fd,),

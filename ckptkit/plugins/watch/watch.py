@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -246,7 +246,7 @@ class Watcher:
         if entry is None or entry.state != "done":
             return False
         # prune may keep only the weights of a handled checkpoint, whose save time then differs
-        return snapshot.saved_ns == entry.saved_ns or checkpoint.is_weights_only
+        return snapshot.saved_ns == entry.saved_ns or (checkpoint.is_weights_only and not entry.is_weights_only)
 
     def handle_checkpoint(self, checkpoint: Checkpoint, snapshot: FileSnapshot) -> bool:
         """Handle a checkpoint, protect it meanwhile, and record the outcome. Returns False if it has changed."""
@@ -281,25 +281,27 @@ class Watcher:
         values["prev"] = "" if prev is None else str(prev)
         entry = self.journal.entries.get(checkpoint.name)
         if entry is None or saved_ns != entry.saved_ns:
-            entry = HandledRecord("waiting", saved_ns)
+            entry = HandledRecord("waiting", saved_ns, is_weights_only=checkpoint.is_weights_only)
         for number, command in enumerate(self.commands):
             if number < entry.commands_done:
                 continue
             if "prev" in command.placeholders and prev is None:
                 self.tell(Event(checkpoint.path, None, f"skipped, no checkpoint was handled before: {command}"))
-            elif not self.is_output_made(command, entry, out):
-                # recorded before the command runs: after a kill, `is_output_made` compares `{out}` with it
-                entry = HandledRecord("begun", saved_ns, number, find_file_identity(out))
+            elif not is_output_made(entry, output := find_output(command, values, out)):
+                # recorded before the command runs: after a kill, `is_output_made` compares the output with it
+                before = None if output is None else find_file_identity(output)
+                entry = replace(entry, state="begun", commands_done=number, out_before=before)
                 self.write_record(checkpoint.name, entry)
                 if "out" in command.placeholders:
                     make_directory(out.parent)
                 self.tell(Event(checkpoint.path, None, str(command)))
                 failure = command.run_command(values, self.post.lock, self.timeout)
                 if failure:
-                    self.write_record(checkpoint.name, HandledRecord("failed", saved_ns, number))
+                    self.write_record(checkpoint.name, replace(entry, state="failed", out_before=None))
                     return type(failure)(f"{command}: {failure}")
             is_last = number + 1 == len(self.commands)
-            entry = HandledRecord("done" if is_last else "waiting", saved_ns, number + 1)
+            state = "done" if is_last else "waiting"
+            entry = replace(entry, state=state, commands_done=number + 1, out_before=None)
             self.write_record(checkpoint.name, entry)
         return None
 
@@ -318,14 +320,6 @@ class Watcher:
         """Write to the journal, unless the run was moved: the old path must not be created again."""
         self.post.require_unmoved_run()
         self.journal.write_record(name, entry)
-
-    def is_output_made(self, command: WatchCommand, entry: HandledRecord, out: Path) -> bool:
-        """Return whether a command made its output although the watch was killed while it ran.
-
-        A command of ckptkit writes its output atomically, so a new `{out}` is a complete output.
-        """
-        is_whole = command.is_ours and "out" in command.placeholders
-        return entry.state == "begun" and is_whole and find_file_identity(out) not in (None, entry.out_before)
 
     def record_failure(self, name: str, saved_ns: int, failure: str) -> None:
         """Record a failed attempt, and schedule a retry or give up."""
@@ -350,6 +344,20 @@ class Watcher:
         self._waiting.discard(name)
         self._outcomes[name] = Event(self.root / name, outcome, message)
         self.tell(self._outcomes[name])
+
+
+def find_output(command: WatchCommand, values: Mapping[str, str], out: Path) -> Path | None:
+    """Return the output of a command of ckptkit, its last argument that begins with `{out}`; else None."""
+    words = [word for word in command.fill(values) if word.startswith(values["out"])]
+    return out.parent / (out.name + words[-1].removeprefix(values["out"])) if command.is_ours and words else None
+
+
+def is_output_made(entry: HandledRecord, output: Path | None) -> bool:
+    """Return whether a command made its output although the watch was killed while it ran.
+
+    A command of ckptkit writes its output atomically, so a new output is complete.
+    """
+    return entry.state == "begun" and output is not None and find_file_identity(output) not in (None, entry.out_before)
 
 
 def find_file_identity(path: Path) -> tuple[int, int] | None:

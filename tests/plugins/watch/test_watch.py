@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckptkit.checks.make_manifest import make_manifest
 from ckptkit.errors import Corrupt, NotACheckpoint, Occupied, Usage
@@ -177,6 +178,17 @@ def test_one_that_is_saved_again_is_another(run: Path, tmp_path: Path, seconds: 
     assert log.read_text() == "ckpt-9 9\nckpt-10 10\nckpt-9 9\n"
 
 
+def test_a_model_that_is_saved_again_is_another(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    for seconds in (0, 5):
+        (run / "ckpt-9").mkdir(parents=True, exist_ok=True)
+        save_file({"w": torch.full((64,), float(seconds))}, run / "ckpt-9" / "model.safetensors")
+        then = time.time() + seconds - 100
+        os.utime(run / "ckpt-9" / "model.safetensors", (then, then))
+        assert len(watch(run, exec=[append(log)], every=SOON, once=True).handled) == 1
+        assert watch(run, exec=[append(log)], every=SOON, once=True).handled == ()
+
+
 def test_what_is_put_beside_the_tensors_makes_no_other_checkpoint(run: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     watch(run, exec=[append(log)], every=SOON, once=True)
@@ -324,6 +336,25 @@ def test_killed_between_handling_and_noting_it_is_not_done_twice(run: Path) -> N
     assert (made.stat().st_ino, made.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     begun = [event.checkpoint.name for event in told if event.outcome is None]
     assert begun == ["ckpt-10"]
+
+
+@pytest.mark.parametrize("ending", ["/hf", "-weights"])
+def test_an_output_is_what_the_command_names_and_not_its_directory(run: Path, ending: str) -> None:
+    """The watch was killed with its command, which had made a hidden directory for the output, or all of it."""
+    command = f"consolidate {{ckpt}} {{out}}{ending} --quiet"
+    program = KILLED.replace("consolidate {ckpt} {out} --quiet", command)
+    for state, interrupted in (("begun", True), ("done", False)):
+        shutil.rmtree(run / "exported", ignore_errors=True)
+        shutil.rmtree(run / ".ckptkit-watch", ignore_errors=True)
+        subprocess.run([sys.executable, "-c", program, str(run), "done"], check=False)
+        output = run / "exported" / f"ckpt-9{ending}"
+        assert output.exists()
+        if interrupted:
+            output.rename(output.with_name(f".{output.name}.ckptkit.tmp"))
+        told: list[Event] = []
+        done = watch(run, do=command, every=SOON, tries=1, once=True, tell=told.append)
+        assert (len(done.handled), done.failed) == (2, ()), state
+        assert (output / "model.safetensors").exists()
 
 
 def test_killed_before_its_command_ran_it_is_done(run: Path) -> None:
