@@ -14,11 +14,12 @@ from pathlib import Path
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptkit.checkpoints.finalize_files import finalize_files, read_output_layout, write_manifest
-from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
+from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported, warn
 from ckptkit.formats import EntryWriter, FormatWriter, get_writer, locate_all_chunks
 from ckptkit.io.allocation import write_patches
 from ckptkit.io.crc32 import crc32_from_contributions
 from ckptkit.layout import Blob, Extent, FileOffset, Layout, NewFile, WriterOptions, edits
+from ckptkit.layout.wrappers import INSIDE
 from ckptkit.models.names.weights import find_model_and_training_keys, keys_below
 from ckptkit.storage.plans import written_entries
 from ckptkit.trainers.ckptkit import TRAINING
@@ -117,6 +118,7 @@ def split_model_from_training(planned: Layout, format_name: str) -> tuple[Portio
             raise Unsupported(
                 "only tensors can be saved in this format, and this entry is not a tensor", tensor=inner, hint=hint
             )
+    warn_of_wrapper_prefixes(weights.values())
     model = edits.select_and_rename_tensors(planned, weights)
     if len(weights) == len(planned.names):
         return (Portion("", format_name, model, weights),)
@@ -125,3 +127,13 @@ def split_model_from_training(planned: Layout, format_name: str) -> tuple[Portio
         Portion("", format_name, model, weights),
         Portion(TRAINING, _TRAINING_FORMAT, beside, {name: name for name in beside.names}),
     )
+
+
+def warn_of_wrapper_prefixes(names: Iterable[str]) -> None:
+    """Warn of the first weight whose name has the prefix of a wrapper, which no loader of a model removes."""
+    for name in names:
+        prefix = next((prefix for prefix in INSIDE if prefix.text in f".{name}"), None)
+        if prefix is not None:
+            way = "save torch's `get_model_state_dict(model)` to drop them"
+            warn(f"{name}: names have the prefix `{prefix.text}` (added by {prefix.whose}), and keep it; {way}")
+            return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import warnings
 import zlib
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -187,6 +189,19 @@ def test_weights_have_the_names_that_the_model_gives_them(
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
     training = tmp_path / "out" / "training"
     assert (set(open_layout(training).names) if training.exists() else set()) == beside
+
+
+def test_prefixes_of_a_compiled_model_are_said(tmp_path: Path) -> None:
+    model = torch.compile(torch.nn.Linear(3, 2))
+    with pytest.warns(UserWarning, match=r"`_orig_mod\.` \(added by torch.compile\).*get_model_state_dict"):
+        dcp.save({"model": model.state_dict()}, storage_writer=Writer(tmp_path / "compiled"))
+    found = blank(model.state_dict())
+    dcp.load(found, storage_reader=Reader(tmp_path / "compiled"))
+    assert_same_bits(found, model.state_dict())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*prefix")
+        dcp.save({"model": get_model_state_dict(model)}, storage_writer=Writer(tmp_path / "plain"))
+    assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"weight", "bias"}
 
 
 def test_a_plan_must_cover_every_tensor_and_no_element_twice() -> None:
