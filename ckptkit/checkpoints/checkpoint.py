@@ -598,6 +598,8 @@ def find_latest(root: Path) -> LatestCheckpoint:
             elif highest is None or step > (step_or_none(highest) or 0) or is_rolled_back(last, highest):
                 candidates.append((path.name, last))
     named_by, latest = max(candidates, key=lambda one: step_or_none(one[1]) or 0, default=("", highest))
+    others = [(name, one) for name, one in candidates if latest and step_or_none(one) != step_or_none(latest)]
+    remarks += [f"`{name}` names {one.name}" for name, one in others if name != one.name]
     if latest and highest and latest.path != highest.path:
         remarks.append(f"using {latest.name}, which `{named_by}` names; the highest step is {highest.name}")
     elif latest and remarks:

@@ -151,6 +151,20 @@ def test_else_the_highest_step_is_taken(tmp_path: Path, how: str) -> None:
         assert value_in(run) == 300
 
 
+@pytest.mark.parametrize("steps", [(100, 200), (200, 100)])
+def test_latest_checkpoint_files_that_disagree_are_both_said(tmp_path: Path, steps: tuple[int, int]) -> None:
+    run = lay(tmp_path / "run", 100, 200, 300)
+    names = ("latest", "latest_checkpointed_iteration.txt")
+    for name, step in zip(names, steps, strict=True):
+        (run / name).write_text(f"step-{step}" if name == "latest" else str(step))
+    lower = names[steps.index(100)]
+    with (
+        pytest.warns(LatestDiffers, match=f"`{lower}` names step-100"),
+        pytest.warns(LatestDiffers, match="using step-200"),
+    ):
+        assert value_in(run) == 200
+
+
 @pytest.mark.parametrize("content", ["", "\n", "/elsewhere/step-100\n\0"])
 def test_a_tracker_that_names_nothing_is_said(tmp_path: Path, content: str) -> None:
     run = lay(tmp_path / "run", 100, 200, 300)
