@@ -23,6 +23,7 @@ from ckptkit.adapters.names import DEFAULT, WRAPPER, name_inside_wrapper
 from ckptkit.adapters.weight_updates import (
     check_adapter_fits_config,
     embeddings_saved_in_full,
+    require_saved_modules,
     trained_biases,
     without_tied_duplicates,
 )
@@ -197,6 +198,7 @@ def draft_adapter(
     directory: str,
 ) -> Draft:
     """Plan the output of one adapter: all tensors under PEFT's `names`, in the one file that PEFT looks for."""
+    require_saved_modules(fitted.adapter, fitted.config)
     new_name = options.edits.make_renaming()
     new_names = {name: new_name(names[name]) for name in fitted.adapter.layout.tensors if name in names}
     layout = edits.select_and_rename_tensors(fitted.adapter.layout, new_names)

@@ -15,7 +15,7 @@ from ckptkit.adapters.find import Adapter
 from ckptkit.adapters.in_memory import layout_under_memory_names, translate_updates_to_files
 from ckptkit.adapters.merge_arithmetic import AdapterSource, Merging
 from ckptkit.adapters.merged_blocks import ExpertsProduct
-from ckptkit.adapters.weight_updates import is_saved_module
+from ckptkit.adapters.weight_updates import is_saved_module, require_saved_modules
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.component import Component
 from ckptkit.checkpoints.manifest import source_record_of
@@ -161,6 +161,7 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
     merging = Merging(restore_tied(memory, base.config) if memory is not None and is_moved else whole, plain)
     model = base
     for number, fitted in enumerate(adapters, 1 + len(base.others)):
+        require_saved_modules(fitted.adapter, fitted.config, names)
         weight = options.scales[number - 1 - len(base.others)] if options.scales else 1.0
         base_beside = fitted.opened.adapted.base
         merging.add_adapter(

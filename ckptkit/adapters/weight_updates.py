@@ -7,7 +7,7 @@ for an embedding A is `[r, V]` and B `[H, r]`; for E experts A is `[r*E, in]` an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptkit.adapters.config import AdapterConfig, ends_with_name
@@ -127,13 +127,16 @@ def check_adapter_fits_config(adapter: Adapter, config: AdapterConfig) -> None:
         if is_limited and len(numbers) == 1 and numbers[0] not in map(str, layers or ()):
             message = f"`{update.module}`: expected one of the layers {asked} (`{config.path}`)"
             raise config_mismatch_error(adapter, update.a, message)
-    require_saved_modules(adapter, config)
 
 
-def require_saved_modules(adapter: Adapter, config: AdapterConfig) -> None:
-    """Raise `Mismatch` if the tensors of modules or token rows that were trained in full are missing."""
+def require_saved_modules(adapter: Adapter, config: AdapterConfig, base: Collection[str] = ()) -> None:
+    """Raise `Mismatch` if the tensors of modules or token rows that were trained in full are missing.
+
+    `base` are the base's tensors, if it is known: PEFT ignores modules that it does not have.
+    """
     whole, first = ", ".join(config.name_list_setting("modules_to_save")), next(iter(adapter.entries))
-    if whole and not any(is_saved_module(own, config) for own in adapter.replaced_parameters):
+    is_asked = whole and (not base or any(is_saved_module(name, config) for name in base))
+    if is_asked and not any(is_saved_module(own, config) for own in adapter.replaced_parameters):
         message = f"expected the tensors of {whole} (`modules_to_save` of `{config.path}`), found none"
         raise config_mismatch_error(adapter, first, message)
     has_rows = any(entry.kind == "tokens" for entry in adapter.entries.values())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -102,6 +103,17 @@ def test_parameters_trained_in_full_that_are_missing(tmp_path: Path, lost: str, 
     said = [warning for warning in done.warnings if "`modules_to_save` lists" in warning]
     assert len(said) == bool(lost)
     assert all(f"no tensors for {len(every) - len(kept)} parameter" in warning and lost in warning for warning in said)
+
+
+def test_a_module_to_save_that_the_base_lacks_is_ignored_as_by_peft(tmp_path: Path) -> None:
+    base = tiny_llama()
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base, r=4, target_modules=["q_proj"], modules_to_save=["classifier"])
+    model.save_pretrained(tmp_path / "adapter")
+    ckptkit.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    expected = model.merge_and_unload().state_dict()["model.layers.0.self_attn.q_proj.weight"]
+    found = load_file(tmp_path / "out" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    torch.testing.assert_close(found, expected)
 
 
 def module_of(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptkit.adapters.config import find_adapter_config
 from ckptkit.adapters.find import find_empty_adapter_error
-from ckptkit.adapters.weight_updates import check_adapter_fits_config
+from ckptkit.adapters.weight_updates import check_adapter_fits_config, require_saved_modules
 from ckptkit.errors import Corrupt, Mismatch, SeveralModels, Unsupported
 from ckptkit.layout.renames import globs_for
 from ckptkit.models.architectures import find_embedding
@@ -67,6 +67,7 @@ def find_adapter_error(target: LoadTarget) -> Mismatch | Unsupported | None:
             config = find_adapter_config(target.checkpoint.model_component.path, adapter.name)
             if config is not None:
                 check_adapter_fits_config(adapter, config)
+                require_saved_modules(adapter, config)
         except (Mismatch, Unsupported) as error:
             return error
         except Corrupt:
