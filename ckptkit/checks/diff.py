@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from operator import ne
@@ -17,7 +17,7 @@ from ckptkit.checkpoints.optimizers.parameter_names import ORDER, read_optimizer
 from ckptkit.checks.differences import Diff, Difference, Reason, differing_non_tensor_entries
 from ckptkit.engine.compare import Comparison, compare_layouts, row_major_checksums
 from ckptkit.engine.distance import Tolerance
-from ckptkit.errors import Corrupt, IOFailure, Unsafe, Usage
+from ckptkit.errors import Corrupt, IOFailure, Unsafe, Unsupported, Usage
 from ckptkit.formats import locate_all_chunks
 from ckptkit.io.progress import Progress, make_progress_reporter
 from ckptkit.layout import Layout, Spec, edits
@@ -234,22 +234,38 @@ def entries_only_in(side: Side, other: Side, among: AbstractSet[str] | None = No
 def compare_values(
     a: Layout, b: Layout, terms: CompareOptions, jobs: int | None, progress: Progress | None
 ) -> tuple[Comparison, list[str]]:
-    """Compare the elements of the tensors that both have in the same shape. Also returns remarks on casts."""
-    remarks = []
+    """Compare the elements of the tensors that both have in the same shape. Also returns remarks on casts.
+
+    A tensor is not converted if one of its finite elements would become infinite.
+    """
     names = {name for name in a.tensors if has_comparable_values(name, a, b)}
     a, b = (replace(edits.select_entries(layout, names.__contains__), blobs={}) for layout in (a, b))
-    if terms.allow_cast:
-        before = *a.specs.values(), *b.specs.values()
-        if terms.is_conversion:
-            b = edits.cast_to_specs(b, a.specs)
-        else:
-            a, b = cast_to_narrower(a, b.specs), cast_to_narrower(b, a.specs)
-        converted = sum(map(ne, before, (*a.specs.values(), *b.specs.values())))
-        if converted:
-            remarks.append(f"{count(converted, 'tensor', 'was')} converted to be compared")
-    a, b = locate_all_chunks(a), locate_all_chunks(b)
-    report = make_progress_reporter(progress, a.nbytes + b.nbytes)
-    return compare_layouts(a, b, tolerance=terms.tolerance, jobs=jobs, progress=report), remarks
+    unconverted: dict[str, str] = {}
+    while True:
+        pair = convert_to_compare(a, b, terms, unconverted) if terms.allow_cast else (a, b)
+        ours, theirs = map(locate_all_chunks, pair)
+        report = make_progress_reporter(progress, ours.nbytes + theirs.nbytes)
+        try:
+            compared = compare_layouts(ours, theirs, tolerance=terms.tolerance, jobs=jobs, progress=report)
+        except Unsupported as error:  # from a conversion
+            if error.tensor is None or not terms.allow_cast or error.tensor in unconverted:
+                raise
+            unconverted[error.tensor] = f"`{error.tensor}` was not converted to be compared: {error.message}"
+            continue
+        before, after = ((*one.specs.values(), *two.specs.values()) for one, two in ((a, b), (ours, theirs)))
+        converted = sum(map(ne, before, after))
+        remarks = [f"{count(converted, 'tensor', 'was')} converted to be compared"] if converted else []
+        return compared, [*remarks, *unconverted.values()]
+
+
+def convert_to_compare(a: Layout, b: Layout, terms: CompareOptions, kept: Container[str]) -> tuple[Layout, Layout]:
+    """Return both layouts with the same dtype for each tensor that is not `kept`, where it can be cast."""
+    specs_of_a, specs_of_b = (
+        {name: spec for name, spec in layout.specs.items() if name not in kept} for layout in (a, b)
+    )
+    if terms.is_conversion:
+        return a, edits.cast_to_specs(b, specs_of_a)
+    return cast_to_narrower(a, specs_of_b), cast_to_narrower(b, specs_of_a)
 
 
 def has_comparable_values(name: str, a: Layout, b: Layout) -> bool:

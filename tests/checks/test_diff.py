@@ -169,6 +169,19 @@ def test_a_cast_that_is_allowed(source: Path, tmp_path: Path) -> None:
     assert [(one.name, one.reason) for one in found.different] == [("up.weight", "values")]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_number_that_no_half_can_hold_differs_from_infinity(tmp_path: Path, turned: bool) -> None:
+    numbers = torch.tensor([1.0, 131008.0])
+    pair = (
+        pt(tmp_path / "a.pt", {"x": numbers, "y": numbers[:1]}),
+        pt(tmp_path / "b.pt", {"x": numbers.half(), "y": numbers[:1].half()}),
+    )
+    found = diff(*(pair[::-1] if turned else pair), allow_cast=True)
+    (one,) = found.different
+    assert (one.name, one.reason, one.distance and one.distance.first) == ("x", "values", (1,))
+    assert any("float16 cannot hold 131008" in note for note in found.notes)
+
+
 def test_halves_of_two_kinds_are_compared_as_numbers(tmp_path: Path) -> None:
     numbers = torch.tensor([1.0, 1.5, 1 + 2**-9])
     a = pt(tmp_path / "a.pt", {"x": numbers.half()})
