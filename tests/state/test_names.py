@@ -170,6 +170,13 @@ def test_a_dtype_s_glob_that_is_of_neither_is_refused(to: str, case: Case, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("rows", "note"), [(16, "already has 16 rows"), (20, "20 rows instead of 16: added 4 rows")])
+def test_the_number_of_rows_is_said(tmp_path: Path, rows: int, note: str) -> None:
+    save_alone({"model": {"model.embed_tokens.weight": counted(16, 8)}}, tmp_path / "in")
+    done = convert(tmp_path / "in", tmp_path / "out", to="hf", vocab_size=rows)
+    assert [said for said in done.notes if "the vocabulary" in said and note in said]
+
+
 @pytest.mark.parametrize("options", [{"rename": ["a=>b"]}, {"vocab_size": 24}], ids=str)
 @pytest.mark.parametrize("above", [("ema",), ("trainer", "ema")], ids=str)
 def test_a_copy_of_the_weights_does_not_keep_old_names_and_rows(

@@ -231,7 +231,8 @@ def notes_on_translation(
             rows, old_rows = vocabulary.rows, vocabulary.require_one_size(before.tensors)
             more = rows - old_rows
             what = f"dropped the last {-more}" if more < 0 else f"added {more} rows of zeros"
-            notes.append(f"the vocabulary has {rows} rows instead of {old_rows}: {what}")
+            resized = f"the vocabulary has {rows} rows instead of {old_rows}: {what}"
+            notes.append(resized if more else f"the vocabulary already has {rows} rows")
         else:
             notes += notes_on_cropped_tensors(before, translated, uses)
             if config is not None:
