@@ -182,11 +182,19 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
                 yield Inconsistency("experts", name, {"expected": count, "other": first, "found": other})
     counts = {above: next(iter(experts.values())) for above, experts in layers.items()}
     counts |= {above: 1 + max(numbers) for above, numbers in numbered.items()}
+    shared = fused_shared_experts_by_module(facts)
     for (above, count), router in product(counts.items(), _ROUTERS):
         name = facts.weight_entries_by_path.get(f"{above}.{router}"[1:], "")
         shape = facts.layout.tensors[name].spec.shape if name else ()
-        if len(shape) == _MATRIX and count not in shape:
+        if len(shape) == _MATRIX and not {count, count + shared.get(above, 0)} & set(shape):
             yield Inconsistency("router", name, {"expected": count, "found": shape[0]})
+
+
+def fused_shared_experts_by_module(facts: Facts) -> dict[str, int]:
+    """Return the number of fused shared experts beside experts, for which Inkling's router has rows too."""
+    split = {name: f".{path}".rpartition(".shared_experts.") for name, path in facts.weights.items()}
+    shapes = {above: facts.layout.shapes[name] for name, (above, is_shared, _) in split.items() if is_shared}
+    return {above: shape[0] for above, shape in shapes.items() if len(shape) > _MATRIX}
 
 
 Rule = Callable[[Facts], Iterator[Inconsistency]]

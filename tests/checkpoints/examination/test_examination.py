@@ -250,6 +250,13 @@ def test_the_router_beside_its_experts(above: str, tmp_path: Path) -> None:
     assert codes_in(tmp_path) == {"router"}
 
 
+@pytest.mark.parametrize(("rows", "codes"), [(6, set()), (4, set()), (5, {"router"})])
+def test_a_router_may_have_rows_for_shared_experts(rows: int, codes: set[str], tmp_path: Path) -> None:
+    weights = {"mlp.experts.down_proj": zeros(4, 6, 8), "mlp.shared_experts.down_proj": zeros(2, 6, 8)}
+    save_file({**weights, "mlp.gate.weight": zeros(rows, 7)}, tmp_path / "model.safetensors")
+    assert codes_in(tmp_path) == codes
+
+
 def test_an_embedding_of_no_tokens_is_only_likely_wrong(tmp_path: Path) -> None:
     save_dcp({"model": {"types.weight": zeros(0, 6), "b.weight": zeros(5)}}, tmp_path / "step-1")
     (found,) = examine_layout(Checkpoint.at(tmp_path / "step-1").layout)
