@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread, current_thread
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -12,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptkit.argument_types import with_checked_arguments
-from ckptkit.errors import Unsupported, Usage
+from ckptkit.errors import Occupied, Unsupported, Usage
 from ckptkit.formats import find_format_of_file_name
 from ckptkit.io.destination import require_multi_process_store, to_destination
 from ckptkit.io.path import is_remote
@@ -25,6 +28,7 @@ from ckptkit.summary import format_call
 from ckptkit.words import command_line, parse_bytes
 
 _LOCAL_FORMAT = "hf"
+_PATIENCE = 1.0  # seconds
 
 
 class Writer(PlannedWriter):
@@ -42,7 +46,8 @@ class Writer(PlannedWriter):
     Without `sync`, a local checkpoint may not survive a power failure. If a save of several ranks fails, it may leave a
     hidden directory; the writer deletes this directory at its next save, or when the writer itself is deleted. In a
     store, a failed save leaves its claim and the objects that it sent. No reader opens these objects as a checkpoint.
-    The next save of the same writer replaces them; another writer needs `overwrite`.
+    The next save of the same writer replaces them; another writer needs `overwrite`. A writer makes one save at a time:
+    another one, such as a second `dcp.async_save`, raises `Occupied`.
     """
 
     @with_checked_arguments
@@ -63,6 +68,9 @@ class Writer(PlannedWriter):
         self._overwrite = overwrite
         self._sync = sync
         self._writer = self._choose_writer(path)
+        self._is_coordinator = False
+        self._saving_thread: Thread | None = None
+        self._refused_thread: Thread | None = None
 
     def __repr__(self) -> str:
         return format_call(self, self._writer.path, format=self._format, overwrite=self._overwrite)
@@ -96,16 +104,48 @@ class Writer(PlannedWriter):
         )
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        # `set_up_storage_writer` raises the error: only there does torch raise it on all ranks
+        self._refused_thread = current_thread() if self._is_saving_in_another_thread() else None
+        if self._refused_thread is not None:
+            return
         path = None if checkpoint_id is None else self.parse_id(checkpoint_id)
         if path is not None and is_remote(path) != is_remote(self._writer.path):
             self._writer = self._choose_writer(path)
         self._writer.reset(path)
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._refused_thread is current_thread():
+            hint = "wait for the result of the earlier save, or make a Writer for each save"
+            raise Occupied("this writer is still saving", path=self._writer.path, hint=hint)
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._is_coordinator, self._saving_thread = is_coordinator, current_thread()
+
+    def _is_saving_in_another_thread(self) -> bool:
+        thread = self._saving_thread
+        if thread is None or thread is current_thread():
+            return False
+        thread.join(_PATIENCE)  # the thread of a save that failed may still be ending
+        return self._saving_thread is thread and thread.is_alive()
+
+    @contextmanager
+    def _stage(self, *, is_last: bool = False) -> Iterator[None]:
+        """Let others save after an error in the block, or after the last stage of a save."""
+        try:
+            yield
+        except BaseException:
+            self._saving_thread = None
+            raise
+        if is_last:
+            self._saving_thread = None
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return self._writer.prepare_global_plan(plans)
+        with self._stage():
+            return self._writer.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        return self._writer.write_data(plan, planner)
+        with self._stage(is_last=not self._is_coordinator):
+            return self._writer.write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self._writer.finish(metadata, results)
+        with self._stage(is_last=True):
+            self._writer.finish(metadata, results)

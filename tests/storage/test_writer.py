@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from ckptkit.checkpoints.checkpoint import open_layout
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.storage import Reader, Writer, find_cause
-from ckptkit.storage.local_writer import PieceWriter
+from ckptkit.storage.local_writer import PieceWriter, StagedWriter
 from ckptkit.storage.plans import plan_layout
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.formats.contract import raw_bytes
@@ -202,6 +204,43 @@ def test_prefixes_of_a_compiled_model_are_said(tmp_path: Path) -> None:
         warnings.filterwarnings("error", message=".*prefix")
         dcp.save({"model": get_model_state_dict(model)}, storage_writer=Writer(tmp_path / "plain"))
     assert load_file(tmp_path / "plain" / "model.safetensors").keys() == {"weight", "bias"}
+
+
+def test_a_writer_makes_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second `async_save` moved the writer to its own destination while the first was still writing."""
+    begun, go_on, write = threading.Event(), threading.Event(), StagedWriter.write_data
+
+    def wait_and_write(self: StagedWriter, *arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(StagedWriter, "write_data", wait_and_write)
+    writer = Writer(tmp_path / "one")
+    first = dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
+    assert begun.wait(30)
+    again = {"checkpoint_id": tmp_path / "two", "storage_writer": writer, "no_dist": True}
+    with pytest.raises(CheckpointException, match=r"one: this writer is still saving"):
+        dcp.async_save({"w": torch.zeros(4)}, **again).result()
+    go_on.set()
+    first.result()
+    dcp.async_save({"w": torch.zeros(4)}, **again).result()
+    found = {name: load_file(tmp_path / name / "model.safetensors")["w"].tolist() for name in ("one", "two")}
+    assert found == {"one": [1.0] * 4, "two": [0.0] * 4}
+
+
+def test_a_writer_saves_again_after_a_save_that_failed_in_a_thread(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "out", "dcp")
+    with ThreadPoolExecutor(1) as pool:
+        failed = pool.submit(dcp.save, {"w": Unpicklable()}, storage_writer=writer, no_dist=True)
+        assert isinstance(failed.exception(), CheckpointException)
+        dcp.save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
+    assert (tmp_path / "out").exists()
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError
 
 
 def test_a_plan_must_cover_every_tensor_and_no_element_twice() -> None:
