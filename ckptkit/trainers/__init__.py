@@ -174,12 +174,13 @@ def is_tracker(name: str) -> bool:
 
 def is_run_file_name(name: str) -> bool:
     """Return whether trainers put a file of this name into a run, possibly before its first checkpoint."""
-    return name in rows_of_all_trainers("of_runs") or is_tracker(name) or is_progress_file(name)
+    return is_tracker(name) or is_progress_file(name)
 
 
 def is_progress_file(name: str) -> bool:
-    """Return whether a trainer's file of this name has steps, metrics or the best checkpoint under known keys."""
-    return name in metrics_files() or name in {file for file, _ in (*step_keys(), *best_keys())}
+    """Return whether a trainer's file of this name has settings, steps, metrics or the best under known keys."""
+    files = {file for file, _ in (*step_keys(), *best_keys())}
+    return name in files or name in metrics_files() or name in rows_of_all_trainers("of_runs")
 
 
 @cache

@@ -89,6 +89,7 @@ NOT_NAMED = {
     "nested-best-toml": tracker("state.toml", "[best]\nloss = 0.1\nstep = 100\n[last]\nstep = 300\n"),
     "best-csv": tracker("best.csv", "step,loss\n100,0.1\n"),
     "hidden-best": tracker(".best", "step-100"),
+    "metrics of ckptkit": tracker("metrics.jsonl", '{"step": 99}\n{"step": 100, "checkpoint": "run/step-100"}\n'),
     "csv": tracker("log.csv", "step,loss\n100,0.1\n200,0.2\n300,0.1\n"),
     "any-same": tracker("latest_step.txt", "300"),
     "options": tracker("args.json", json.dumps({"save_steps": 100, "max_steps": 200, "seed": 100})),
