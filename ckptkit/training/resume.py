@@ -23,6 +23,7 @@ from ckptkit.errors import (
 )
 from ckptkit.io.disk import move_directory_into_place
 from ckptkit.io.path import drop_cached_listing, is_remote
+from ckptkit.models.companions import CONFIG
 from ckptkit.trainers import find_step_of_path
 from ckptkit.training.config import AUTO, SETTINGS, TrainConfig
 
@@ -76,8 +77,12 @@ def find_resume_candidates(config: TrainConfig) -> list[Path]:
 def require_finished_checkpoints(run: Path) -> None:
     """Raise `Occupied` if a local run has unfinished checkpoints, because a save of the same step would fail.
 
-    In a store a save replaces an unfinished checkpoint of the same step.
+    In a store a save replaces an unfinished checkpoint of the same step. Also raises it for the directory of a model,
+    whose config.json the run would replace.
     """
+    if (run / CONFIG).exists() and not (run / SETTINGS).exists():
+        message = f"expected a new directory or a run, found {CONFIG} without {SETTINGS}"
+        raise Occupied(message, path=run, hint="pass another directory for the run")
     names = [checkpoint.name for checkpoint in ([] if is_remote(run) else step_checkpoints_in_run(run))]
     if names:
         message = f"the run has only unfinished checkpoints: {', '.join(names)}"

@@ -343,9 +343,13 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig,
     resumed = replace(config, run=tmp_path / "run", resume=str(config.run / "ckpt-3"))
     (tmp_path / "other").write_bytes(bytes(range(200)))
     (tmp_path / "half" / "ckpt-2").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     cases = [
         (config, Occupied, "has checkpoints already"),
         (replace(config, run=tmp_path / "half", resume="auto"), Occupied, "only unfinished checkpoints: ckpt-2"),
+        (replace(config, run=tmp_path / "model"), Occupied, "found config.json without train.toml"),
+        (replace(resumed, run=tmp_path / "model"), Occupied, "found config.json without train.toml"),
         (replace(config, run=tmp_path / "new", batch_size=1), Usage, "batch_size: expected at least 2"),
         (replace(resumed, seed=1), Mismatch, "expected seed 0 as in the checkpoint, found 1"),
         (replace(resumed, sequence_length=40), Mismatch, "expected sequence_length 48 as in the checkpoint, found 40"),
@@ -361,6 +365,7 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(config: TrainConfig,
     assert [found for found in heard if not (found[0] and found[1])] == []
     assert len(heard) == 2 * len(cases)
     assert not (tmp_path / "run/ckpt-6").exists()
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["config.json"]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(config: TrainConfig, tmp_path: Path) -> None:
