@@ -304,7 +304,7 @@ class SubBoxStep:
 
 
 def with_expanded_region(operand: Operand, expand: Region) -> Operand:
-    """Return an operand whose region for a box is the region for the expanded box `reach(box)`."""
+    """Return an operand whose region for a box is the region for the expanded box `expand(box)`."""
     if expand is identity_region:
         return operand
     region = operand.region

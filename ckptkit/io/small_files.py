@@ -71,14 +71,14 @@ class LocalLines:
         with translate_os_errors(self._path), self._path.open("ab") as file:
             file.write(line)
 
-    def send_lines(self) -> None:
+    def flush_lines(self) -> None:
         """Do nothing: the lines are already in the file."""
 
 
 class StoreLines:
-    """The lines of an object, buffered in memory until `send_lines` writes all of them.
+    """The lines of an object, buffered in memory until `flush_lines` writes all of them.
 
-    `send_lines` raises `Occupied` if another process has written the object meanwhile: a second training of the same
+    `flush_lines` raises `Occupied` if another process has written the object meanwhile: a second training of the same
     run.
     """
 
@@ -92,7 +92,7 @@ class StoreLines:
     def add_line(self, line: bytes) -> None:
         self._content += line
 
-    def send_lines(self) -> None:
+    def flush_lines(self) -> None:
         if len(self._content) > self._sent:
             self._tag = self._files.put(self._path, bytes(self._content), replaced_tag=self._tag)
             self._sent = len(self._content)

@@ -60,7 +60,7 @@ def locked_for_deletion(root: Path, *, patience: float = 0) -> Iterator[None]:
 
 
 def delete_checkpoint(checkpoint: Path) -> None:
-    """Delete a checkpoint, from all disks if it is spread over several. Call it inside `with deleting(...)`.
+    """Delete a checkpoint, from all disks if it is spread over several. Call it inside `with locked_for_deletion(...)`.
 
     Raises `IOFailure` if a file cannot be removed. The checkpoint is hidden then, and the next deletion finishes it.
     """

@@ -269,7 +269,7 @@ def with_other_files(
     other_files, irregular = files_to_copy_and_others(root, used | ({result} if result else set()))
     notes = [*conversion.notes, *(f"skipped `{name}`: not a regular file" for name in irregular)]
     if conversion.options.writer.is_sharded:
-        dropped, remarks = rank_files_to_drop(other_files, world_size)
+        dropped, remarks = rank_files_of_other_world_size(other_files, world_size)
         notes += remarks
         other_files = {name: path for name, path in other_files.items() if name not in dropped}
     is_model_here = any(not part.place for part in checkpoint.components)
@@ -317,7 +317,7 @@ def drop_unusable_rank_state(layout: Layout, world_size: int) -> tuple[Layout, l
     return edits.select_entries(layout, lambda name: name not in dropped), notes
 
 
-def rank_files_to_drop(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
+def rank_files_of_other_world_size(names: Iterable[str], world_size: int) -> tuple[set[str], list[str]]:
     """Return the names of the files with per-rank state, if their number differs from `world_size`; and notes."""
     owners = {name: owner for name in names if (owner := find_owner_rank_of_file(name)) is not None}
     ranks = 1 + max(owners.values(), default=-1)

@@ -6,7 +6,7 @@
     dcp.async_save(state, storage_writer=ckptkit.storage.Writer("s3://bucket/run/ckpt-5"))
 
 An error on any rank ends the call on every rank with torch's `CheckpointException`, which is not an `Exception`. Its
-`failures` contain the `CkptError` of each rank, and `find_cause_of_difference` returns the most relevant one.
+`failures` contain the `CkptError` of each rank, and `find_cause` returns the most relevant one.
 """
 
 from ckptkit.errors import with_torch_hint

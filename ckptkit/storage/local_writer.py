@@ -40,7 +40,7 @@ from ckptkit.storage.memory import Buffers, read_row_major, view_of_box
 from ckptkit.storage.plans import (
     PlannedWriter,
     completed_future,
-    plan_layout,
+    layout_of_save_plans,
     resolve_entry,
     resolve_tensor,
     spec_and_box_of_item,
@@ -106,7 +106,7 @@ class RoomWriter(PlannedWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Create the files, with gaps for the data, and return the plans with the task of each rank."""
         plans = with_cached_plans(plans, self.room)
-        planned = plan_layout(plans, self.room)
+        planned = layout_of_save_plans(plans, self.room)
         ways = {".".join(map(str, way)): way for way in self._tied}
         tied = {name: planned.tensors[self._tied[way]] for name, way in ways.items()}
         planned = replace(planned, tensors={**planned.tensors, **tied}, keys={**planned.keys, **ways})

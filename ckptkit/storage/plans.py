@@ -79,7 +79,7 @@ def with_cached_plans(plans: list[SavePlan], root: Path) -> list[SavePlan]:
     return [plan if plan.usable else known for plan, known in zip(plans, complete[0], strict=True)]
 
 
-def plan_layout(plans: Iterable[SavePlan], root: Path) -> Layout:
+def layout_of_save_plans(plans: Iterable[SavePlan], root: Path) -> Layout:
     """Return the layout of what the ranks together will save; each chunk refers to a rank and the index of its item.
 
     Raises `Mismatch` if the ranks leave a gap, overlap or disagree.

@@ -52,7 +52,7 @@ from ckptkit.storage.memory import Buffers, read_row_major, view_of_box
 from ckptkit.storage.plans import (
     PlannedWriter,
     completed_future,
-    plan_layout,
+    layout_of_save_plans,
     resolve_entry,
     resolve_tensor,
     spec_and_box_of_item,
@@ -119,7 +119,7 @@ class StoreWriter(PlannedWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Claim the destination, and return the plans with the task of each rank."""
         plans = with_cached_plans(plans, self.path)
-        planned = plan_layout(plans, self.path)
+        planned = layout_of_save_plans(plans, self.path)
         items = {
             tensors_file_name(rank): lay_out_shard_items(split_tensors_and_entries(plan.items)[0])
             for rank, plan in enumerate(plans)

@@ -94,7 +94,7 @@ class Log(AbstractContextManager["Log"]):
         if self._board is not None:
             self._board.close()
         if self._lines is not None and not (kind and issubclass(kind, IOFailure)):
-            self._lines.send_lines()
+            self._lines.flush_lines()
 
     def write_step(self, step: StepMetrics) -> None:
         """Append the metrics of one step."""
@@ -102,7 +102,7 @@ class Log(AbstractContextManager["Log"]):
         if self._lines is not None:
             self._lines.add_line(f"{json.dumps(numbers)}\n".encode())
             if step.checkpoint:
-                self._lines.send_lines()
+                self._lines.flush_lines()
         if self._board is not None:
             for name, value in numbers.items():
                 if isinstance(value, int | float) and name != "step":

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit import convert, reshard
-from ckptkit.state.draft_checkpoint import rank_files_to_drop
+from ckptkit.state.draft_checkpoint import rank_files_of_other_world_size
 from tests.faults.meaning_sources import FORMATS
 from tests.producers import counted, save_alone, spawn
 from tests.test_matrix import load_dcp
@@ -104,6 +104,9 @@ def test_one_file_is_for_any_number_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", ["rng_state_{}.pth", "random_states_{}.pkl"])
 def test_what_files_are_called(pattern: str) -> None:
     names = [pattern.format(rank) for rank in range(4)]
-    assert rank_files_to_drop([*names, "scheduler.pt"], 3)[0] == set(names)
-    assert rank_files_to_drop([*names, "scheduler.pt"], 4) == (set(), [])
-    assert rank_files_to_drop(["rng_state.pth", "x_rng_state_0.pth", "rng_state_0.pth.bak"], 9) == (set(), [])
+    assert rank_files_of_other_world_size([*names, "scheduler.pt"], 3)[0] == set(names)
+    assert rank_files_of_other_world_size([*names, "scheduler.pt"], 4) == (set(), [])
+    assert rank_files_of_other_world_size(["rng_state.pth", "x_rng_state_0.pth", "rng_state_0.pth.bak"], 9) == (
+        set(),
+        [],
+    )

@@ -30,7 +30,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.errors import CkptError, IOFailure, Mismatch, Occupied, Unsafe, Unsupported, Usage
 from ckptkit.storage import Reader, Writer, find_cause
 from ckptkit.storage.local_writer import PieceWriter, StagedWriter
-from ckptkit.storage.plans import plan_layout
+from ckptkit.storage.plans import layout_of_save_plans
 from ckptkit.training.launch import RankPlace, Report, launch, process_group
 from tests.formats.contract import raw_bytes
 from tests.producers import counted
@@ -253,12 +253,12 @@ def test_a_plan_must_cover_every_tensor_and_no_element_twice() -> None:
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return SavePlan(items)
 
-    assert len(plan_layout([plan((0, 4)), plan((4, 4), (8, 0))], Path("out")).tensors["w"].chunks) == 3
+    assert len(layout_of_save_plans([plan((0, 4)), plan((4, 4), (8, 0))], Path("out")).tensors["w"].chunks) == 3
     with pytest.raises(Mismatch, match="there is a gap at 4:5 of axis 0") as caught:
-        plan_layout([plan((0, 4)), plan((5, 3))], Path("out"))
+        layout_of_save_plans([plan((0, 4)), plan((5, 3))], Path("out"))
     assert caught.value.tensor == "w"
     with pytest.raises(Mismatch, match="are in `rank 0` and in `rank 1`"):
-        plan_layout([plan((0, 4)), plan((3, 5))], Path("out"))
+        layout_of_save_plans([plan((0, 4)), plan((3, 5))], Path("out"))
 
 
 def break_writing(patch: pytest.MonkeyPatch) -> None:

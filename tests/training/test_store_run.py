@@ -283,17 +283,17 @@ def test_lines_of_two_writers_are_not_mixed(user: User) -> None:
     ours, theirs = open_line_writer(path), open_line_writer(path)
     user.place.server.fail("PUT .*metrics", after=0)  # the answer is lost, and the library asks again
     ours.add_line(b"1\n")
-    ours.send_lines()
+    ours.flush_lines()
     ours.add_line(b"2\n")
-    ours.send_lines()
+    ours.flush_lines()
     theirs.add_line(b"x\n")
     with pytest.raises(Occupied, match="another process has written") as raised:
-        theirs.send_lines()
+        theirs.flush_lines()
     assert raised.value.path == path
     assert user.read(METRICS) == b"1\n2\n"
     again = open_line_writer(path)
     again.add_line(b"3\n")
-    again.send_lines()
+    again.flush_lines()
     assert user.read(METRICS) == b"1\n2\n3\n"
 
 

@@ -64,11 +64,11 @@ def join_rank_tensors(name: str, tensor_by_rank: Mapping[int, RankTensor], repor
             raise Corrupt(message, hint="check that all files come from one run")
     if isinstance(tensor.spread, Placed):
         chunks = join_dtensor_chunks(name, tensor_by_rank, tensor.spread, report)
-        return StoredTensor(tensor.spec, unique_chunks(chunks))
+        return StoredTensor(tensor.spec, first_chunk_of_each_box(chunks))
     if isinstance(tensor.spread, ShardedTensor):
         check_shards_agree(name, tensor_by_rank, tensor.spread, report)
         return StoredTensor(
-            tensor.spec, unique_chunks(chunk for other in tensor_by_rank.values() for chunk in other.chunks)
+            tensor.spec, first_chunk_of_each_box(chunk for other in tensor_by_rank.values() for chunk in other.chunks)
         )
     for rank, other in tensor_by_rank.items():
         if not name.endswith(STATISTICS):
@@ -142,7 +142,7 @@ def check_shards_agree(
         report(Incomplete(message, tensor=name, hint=hint, ranks=beyond))
 
 
-def unique_chunks(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
+def first_chunk_of_each_box(chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
     """Return the first chunk of each box, and one of the empty chunks."""
     by_box: dict[Box | None, Chunk] = {}
     for chunk in chunks:

@@ -205,7 +205,7 @@ class Runs:
         if self.script.is_resuming_by_itself:
             without = self.script.find_loss_file_and_key[0] if self.script.find_loss_file_and_key else None
             latest = (last.name, self.middle_path.name)
-            copy_run_files(self.uninterrupted.run, run, renamed_latest=latest, excluded_file=without)
+            copy_files_beside_checkpoints(self.uninterrupted.run, run, renamed_latest=latest, excluded_file=without)
         source = source or self.middle_path
         copy.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
@@ -300,7 +300,9 @@ def files_of_checkpoint(path: Path) -> list[Path]:
     return sorted(Path(folder, name) for folder, _, names in os.walk(path) for name in names)
 
 
-def copy_run_files(source: Path, target: Path, *, renamed_latest: tuple[str, str], excluded_file: str | None) -> None:
+def copy_files_beside_checkpoints(
+    source: Path, target: Path, *, renamed_latest: tuple[str, str], excluded_file: str | None
+) -> None:
     """Copy the small files beside the checkpoints of a run, but for the file `excluded_file`.
 
     A latest-checkpoint file names the first of `renamed_latest` in the source, and the second in the copy.
