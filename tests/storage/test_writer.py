@@ -219,7 +219,7 @@ def test_a_writer_makes_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     writer = Writer(tmp_path / "one")
     first = dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
     assert begun.wait(30)
-    again = {"checkpoint_id": tmp_path / "two", "storage_writer": writer, "no_dist": True}
+    again: dict[str, Any] = {"checkpoint_id": tmp_path / "two", "storage_writer": writer, "no_dist": True}
     with pytest.raises(CheckpointException, match=r"one: this writer is still saving"):
         dcp.async_save({"w": torch.zeros(4)}, **again).result()
     go_on.set()
