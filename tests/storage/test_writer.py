@@ -194,7 +194,7 @@ def test_weights_have_the_names_that_the_model_gives_them(
 
 
 def test_prefixes_of_a_compiled_model_are_said(tmp_path: Path) -> None:
-    model = torch.compile(torch.nn.Linear(3, 2))
+    model: Any = torch.compile(torch.nn.Linear(3, 2))
     with pytest.warns(UserWarning, match=r"`_orig_mod\.` \(added by torch.compile\).*get_model_state_dict"):
         dcp.save({"model": model.state_dict()}, storage_writer=Writer(tmp_path / "compiled"))
     found = blank(model.state_dict())
@@ -217,14 +217,16 @@ def test_a_writer_makes_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(StagedWriter, "write_data", wait_and_write)
     writer = Writer(tmp_path / "one")
-    first = dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
+    first: Any = dcp.async_save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
     assert begun.wait(30)
     again: dict[str, Any] = {"checkpoint_id": tmp_path / "two", "storage_writer": writer, "no_dist": True}
     with pytest.raises(CheckpointException, match=r"one: this writer is still saving"):
-        dcp.async_save({"w": torch.zeros(4)}, **again).result()
+        refused: Any = dcp.async_save({"w": torch.zeros(4)}, **again)
+        refused.result()
     go_on.set()
     first.result()
-    dcp.async_save({"w": torch.zeros(4)}, **again).result()
+    second: Any = dcp.async_save({"w": torch.zeros(4)}, **again)
+    second.result()
     found = {name: load_file(tmp_path / name / "model.safetensors")["w"].tolist() for name in ("one", "two")}
     assert found == {"one": [1.0] * 4, "two": [0.0] * 4}
 
