@@ -38,7 +38,7 @@ from ckptkit.models.vocabulary import NewVocabulary, find_vocabulary_size
 from ckptkit.state.model import Model
 from ckptkit.state.options import EXPERT_FORMS, FLAT, PER_EXPERT, ConvertOptions
 from ckptkit.state.quantized.dequantize import dequantize_all
-from ckptkit.state.steps import fit_tensors_to_config, translate_names, without_trainer_prefix
+from ckptkit.state.steps import check_and_drop_unneeded_tensors, translate_names, without_trainer_prefix
 from ckptkit.words import command_line, count, natural_sort_key
 
 _TIE, _VOCABULARY = "tie_word_embeddings", "vocab_size"
@@ -134,7 +134,7 @@ def merge_under_fitting_names(base: Model, adapters: Sequence[CheckedAdapter], o
     own = without_trainer_prefix(dequantize_all(base) if base.may_be_quantized else base)
     try:
         named = translate_names(own, HUB, options)
-    except NotBuilt:  # keep the base's own tensor names; fit_tensors_to_config reports that
+    except NotBuilt:  # keep the base's own tensor names; check_and_drop_unneeded_tensors reports that
         return merge_into_plain_base(own, adapters, options)
     try:
         return merge_into_plain_base(named, adapters, options)
@@ -169,7 +169,7 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
         )
         which = f"{f'{weight:g} times ' if options.scales else ''}the adapter of {fitted.path}"
         merged = f"merged {which}: {describe_adapter(fitted.adapter)}, by {fitted.config.path}"
-        gaps = warn_of_missing_modules(fitted.adapter, fitted.config, names)
+        gaps = warn_of_incomplete_adapter(fitted.adapter, fitted.config, names)
         model = model.with_remarks(*remarks_on_base_identity(fitted, base.part), merged, *gaps)
     check_experts_layout(merging, adapters, options)
     if is_moved:
@@ -185,7 +185,7 @@ def merge_into_plain_base(base: Model, adapters: Sequence[CheckedAdapter], optio
     model = keep_or_break_ties(with_enlarged_vocab_size(model, whole), merging, base.layout, adapters).with_remarks(
         *merging.notes
     )
-    model = fit_tensors_to_config(model, options)
+    model = check_and_drop_unneeded_tensors(model, options)
     return model.with_only(model.layout.tensors.keys())
 
 
@@ -222,7 +222,7 @@ def remarks_on_base_identity(adapter: CheckedAdapter, base: Component) -> list[s
     return []
 
 
-def warn_of_missing_modules(adapter: Adapter, config: AdapterConfig, base: set[str]) -> list[Caution]:
+def warn_of_incomplete_adapter(adapter: Adapter, config: AdapterConfig, base: set[str]) -> list[Caution]:
     """Return a warning for matrices, and for fully trained parameters, that PEFT would have and the adapter lacks.
 
     `base` are the base's tensors under the adapter's names. A module is missing if the base has it, the adapter has the
@@ -231,7 +231,9 @@ def warn_of_missing_modules(adapter: Adapter, config: AdapterConfig, base: set[s
     adapted = set(adapter.modules)
     folded = {numbers_to_wildcards(module) for module in adapted}
     inside = {
-        numbers_to_wildcards(entry.module) for entry in adapter.entries.values() if entry.attention_module is not None
+        numbers_to_wildcards(entry.module)
+        for entry in adapter.entries.values()
+        if entry.multihead_attention_module is not None
     }
 
     def target_of(module: str) -> str:

@@ -219,10 +219,10 @@ class Merging:
             message = f"expected a weight update of shape {list(shape)} (`{own}` of the base), found {product}"
             raise source.mismatch_error(message, update.a, hint="check that the adapter was trained on this base")
         if is_plain and is_turned:
-            return self.product_kind_by_config(source, update, own)
+            return self.orientation_of_square_weight(source, update, own)
         return LinearProduct if is_plain else TransposedProduct
 
-    def product_kind_by_config(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
+    def orientation_of_square_weight(self, source: AdapterSource, update: WeightUpdate, own: str) -> Kind:
         """Return the orientation of a square weight. Raises `Unsupported` if nothing decides it.
 
         `fan_in_fan_out` is one switch for all layers, set for the last layer type that PEFT visited. If other layers of

@@ -175,7 +175,7 @@ class Merge:
         self._base: Recipe = Taken(base) if isinstance(base, Operand) else base
         self._stored = base.dtype if isinstance(base, Operand) else FLOAT32
         operands = (*self._base.operands, *(operand for step in steps for operand in step.operands))
-        self.operands = tuple(with_expanded_region(operand, reach) for operand in operands)
+        self.operands = tuple(with_region_of_expanded_box(operand, reach) for operand in operands)
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
         """Return the elements of a box as `dtype`. Raises `Corrupt` for operands with infinite or NaN values."""
@@ -292,7 +292,7 @@ class SubBoxStep:
     @property
     def operands(self) -> Sequence[Operand]:
         """Return the step's operands, with regions relative to the larger tensor."""
-        return [with_expanded_region(operand, self._box_in_larger_tensor) for operand in self.step.operands]
+        return [with_region_of_expanded_box(operand, self._box_in_larger_tensor) for operand in self.step.operands]
 
     def _box_in_larger_tensor(self, box: Box) -> Box:
         more = (len(self.start) - len(box.start)) * (0,)
@@ -303,7 +303,7 @@ class SubBoxStep:
         return self.step.apply(values.reshape(outer.size), base.reshape(outer.size), outer, inputs).reshape(box.size)
 
 
-def with_expanded_region(operand: Operand, expand: Region) -> Operand:
+def with_region_of_expanded_box(operand: Operand, expand: Region) -> Operand:
     """Return an operand whose region for a box is the region for the expanded box `expand(box)`."""
     if expand is identity_region:
         return operand

@@ -91,7 +91,7 @@ class Entry(NamedTuple):
         return find_expert_place(self.module) if self.kind in ("A", "B") else None
 
     @property
-    def attention_module(self) -> str | None:
+    def multihead_attention_module(self) -> str | None:
         """Return the `nn.MultiheadAttention` of an `out_proj` that PEFT adapted with it; None for any other module.
 
         The name may also mean an `out_proj` that PEFT adapted alone, in a module with a target parameter: an attention

@@ -35,7 +35,7 @@ class WeightUpdate:
     is_embedding: bool
     bias: str | None = None
     magnitude: str | None = None
-    attention: str | None = None  # see `Entry.attention_module`
+    attention: str | None = None  # see `Entry.multihead_attention_module`
 
     def peft_lookup_names(self, config: AdapterConfig) -> tuple[str, ...]:
         """Return the names that PEFT may use to look up targets, ranks and alphas. The base decides between several."""
@@ -64,7 +64,7 @@ def weight_updates_of(adapter: Adapter) -> Iterator[WeightUpdate]:
             first = next(iter(names.values()))
             raise Mismatch(f"the matrices of `{module}` are missing", path=adapter.layout.path, tensor=first)
         a, b = (names["embedding_A"], names["embedding_B"]) if is_embedding else (names["A"], names["B"])
-        attention = adapter.entries[a].attention_module
+        attention = adapter.entries[a].multihead_attention_module
         yield WeightUpdate(module, depth, a, b, is_embedding, names.get("bias"), names.get("magnitude"), attention)
 
 

@@ -68,7 +68,7 @@ from ckptkit.trainers import (
     NUMBER,
     ONE_FILE,
     find_step_of_path,
-    has_epoch_only,
+    has_only_epoch_in_name,
     is_like_checkpoint,
     name_without_suffixes,
 )
@@ -165,7 +165,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        return resolved_name_of(self.path)
+        return nonempty_path_name(self.path)
 
     @cached_property
     def step_in_name(self) -> int | None:
@@ -186,7 +186,7 @@ class Checkpoint:
         own = self.step_in_name
         if own is None:
             own = find_step_of_path(self.path.absolute().parent)
-        noted = self.recorded_step if own is None or has_epoch_only(self.path) else None
+        noted = self.recorded_step if own is None or has_only_epoch_in_name(self.path) else None
         return own if noted is None else noted
 
     @property
@@ -462,7 +462,7 @@ def path_of_source(source: Source) -> Path:
     return source.path if isinstance(source, Checkpoint) else to_path(source)
 
 
-def resolved_name_of(path: Path) -> str:
+def nonempty_path_name(path: Path) -> str:
     """Return the name of a directory or file, also if the path is `.` or `..`."""
     return path.name if path.name not in ("", "..") else path.resolve().name
 

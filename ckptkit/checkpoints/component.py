@@ -145,7 +145,7 @@ class Component:
                 return chunk if crc is None or chunk.crc32 is not None or chunk.where else chunk._replace(crc32=crc)
 
             tensors = {name: replace(one, chunks=tuple(map(with_sum, one.chunks))) for name, one in tensors.items()}
-        if manifest.has_tensors_of(self.path, self.reader.owns_file):
+        if manifest.tensors_belong_to(self.path, self.reader.owns_file):
             sums = manifest.tensors
             tensors = {name: with_tensor_checksum(tensor, sums.get(name)) for name, tensor in tensors.items()}
         known = {path: manifest.files[path] for path in layout.paths & manifest.files.keys()}

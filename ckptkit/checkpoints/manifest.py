@@ -107,7 +107,7 @@ class Manifest:
     tensors: Mapping[str, int] = field(default_factory=dict)
     source: Mapping[str, str] | None = None
 
-    def has_tensors_of(self, path: Path, owns_file: Callable[[str], bool]) -> bool:
+    def tensors_belong_to(self, path: Path, owns_file: Callable[[str], bool]) -> bool:
         """Return whether `tensors` describe `path`: a directory, or the only file that its format `owns_file`."""
         return path.is_dir() or [name for name in self.files if owns_file(name)] == [path.name]
 

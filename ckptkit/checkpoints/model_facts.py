@@ -92,7 +92,7 @@ class ModelFacts:
         return self.companions.config
 
     @cached_property
-    def library_config(self) -> Mapping[str, Any] | None:
+    def non_transformers_config(self) -> Mapping[str, Any] | None:
         """Return the config.json of another library than transformers; None without one."""
         text = self.companions.files.get(CONFIG) if self.companions.library else None
         return None if text is None else dict(parse_json(text, self.config_directory / CONFIG))
@@ -117,14 +117,16 @@ class ModelFacts:
     def fact_file_names(self) -> frozenset[str]:
         if self.adapter is not None:
             return frozenset((ADAPTER_CONFIG,))
-        more = (name for name in self.companions.files if is_module_config(name) or is_python_file(name))
+        more = (name for name in self.companions.files if is_module_config_file(name) or is_python_file(name))
         return frozenset((self.described_in, *more))
 
     @cached_property
     def modules_after_transformer(self) -> dict[str, Any]:
         """Return the classes of the modules after a transformer, and their settings; {} for other models."""
         files = {
-            name: parse_json(data, Path(name)) for name, data in self.companions.files.items() if is_module_config(name)
+            name: parse_json(data, Path(name))
+            for name, data in self.companions.files.items()
+            if is_module_config_file(name)
         }
         settings = {name.partition("/")[0]: one for name, one in files.items() if "/" in name}
         listed = files.get(MODULES)
@@ -163,8 +165,8 @@ class ModelFacts:
         differences: list[ConfigDifference] = []
         if self.config is not None and other.config is not None:
             differences = find_config_differences(self.config, other.config)
-        elif self.library_config is not None and other.library_config is not None:
-            differences = find_config_differences(self.library_config, other.library_config)
+        elif self.non_transformers_config is not None and other.non_transformers_config is not None:
+            differences = find_config_differences(self.non_transformers_config, other.non_transformers_config)
         elif other.config is not None:
             differences = find_contradictions(self.reported, other.config)
         elif self.config is not None:
@@ -194,7 +196,7 @@ class ModelFacts:
         yield f"{CONFIG} is missing in {without.path}, so ckptkit {rest}{how}"
 
 
-def is_module_config(name: str) -> bool:
+def is_module_config_file(name: str) -> bool:
     return name == MODULES or name.endswith(f"/{CONFIG}")
 
 

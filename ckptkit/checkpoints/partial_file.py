@@ -75,7 +75,7 @@ def sibling_files_of_model(checkpoint: Checkpoint, file: Path) -> list[str]:
         return series
     own = checkpoint.model_component.layout.shapes
     for name in (series[0], series[-1]):
-        shapes = readable_shapes_of(Checkpoint.at(file.parent / name)) if name != file.name else {}
+        shapes = shapes_if_readable(Checkpoint.at(file.parent / name)) if name != file.name else {}
         if shapes and own.keys() - shapes.keys() and shapes.keys() - own.keys():
             return series
         pairs = [(own[common], shapes[common]) for common in own.keys() & shapes.keys()]
@@ -101,7 +101,7 @@ def find_readable_layout(checkpoint: Checkpoint) -> Layout | None:
         return None
 
 
-def readable_shapes_of(checkpoint: Checkpoint) -> Mapping[str, Shape]:
+def shapes_if_readable(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     """Return the shapes of a checkpoint's tensors; {} if they cannot be read."""
     layout = find_readable_layout(checkpoint)
     return layout.shapes if layout else {}
@@ -136,7 +136,7 @@ def why_maybe_partial_file(checkpoint: Checkpoint) -> str | None:
 def has_same_tensors_and_step(checkpoint: Checkpoint, path: Path) -> bool:
     """Return whether another file has the same tensor names and shapes, and no recorded step that differs."""
     other = Checkpoint.at(path)
-    if readable_shapes_of(other) != checkpoint.model_component.layout.shapes:
+    if shapes_if_readable(other) != checkpoint.model_component.layout.shapes:
         return False
     return None in (steps := (checkpoint.recorded_step, other.recorded_step)) or len(set(steps)) == 1
 

@@ -28,7 +28,7 @@ from ckptkit.errors import (
     names_and_more,
     translate_os_errors,
 )
-from ckptkit.formats import is_model_file_name
+from ckptkit.formats import is_main_file_name
 from ckptkit.io.file import list_children, names_in
 from ckptkit.io.path import drop_cached_listing
 from ckptkit.models.adapter_config_differences import ADAPTER_CONFIG
@@ -124,7 +124,7 @@ def is_checkpoint_file(path: Path) -> bool:
         return False
 
 
-def marker_files_in_store(
+def check_replaceable_and_find_markers(
     dst: Path, output_files: Iterable[str], *, output_is_training: bool = False
 ) -> tuple[str, ...]:
     """Return the marker files in a store: without them, nobody takes `dst` for a checkpoint.
@@ -177,7 +177,7 @@ def unknown_entries(root: Path, output_files: set[Path], *, output_is_training: 
         if not output_is_training and is_export(path.parent):  # the manifest lists what ckptkit wrote
             return path.name in _BESIDE_MANIFEST
         name = path.name
-        is_ours = name in _OWN or is_model_file_name(name)
+        is_ours = name in _OWN or is_main_file_name(name)
         is_named = is_ours or trainers.is_checkpoint_file_name(name) or trainers.is_copied_unchanged(name, beside)
         return is_named and (output_is_training or path.is_dir() or not is_checkpoint_file(path))
 

@@ -45,7 +45,7 @@ class OwnFiles:
     def tensor_checksums(self) -> Mapping[str, int]:
         """Return the manifest's CRC-32 of each tensor by name; {} if they belong to other files."""
         known = self.manifest
-        return known.tensors if known and known.has_tensors_of(self.path, self.reader.owns_file) else {}
+        return known.tensors if known and known.tensors_belong_to(self.path, self.reader.owns_file) else {}
 
     @property
     def unexpected_files(self) -> list[str]:

@@ -242,7 +242,7 @@ def compare_values(
     a, b = (replace(edits.select_entries(layout, names.__contains__), blobs={}) for layout in (a, b))
     unconverted: dict[str, str] = {}
     while True:
-        pair = convert_to_compare(a, b, terms, unconverted) if terms.allow_cast else (a, b)
+        pair = cast_to_common_dtypes(a, b, terms, unconverted) if terms.allow_cast else (a, b)
         ours, theirs = map(locate_all_chunks, pair)
         report = make_progress_reporter(progress, ours.nbytes + theirs.nbytes)
         try:
@@ -258,7 +258,7 @@ def compare_values(
         return compared, [*remarks, *unconverted.values()]
 
 
-def convert_to_compare(a: Layout, b: Layout, terms: CompareOptions, kept: Container[str]) -> tuple[Layout, Layout]:
+def cast_to_common_dtypes(a: Layout, b: Layout, terms: CompareOptions, kept: Container[str]) -> tuple[Layout, Layout]:
     """Return both layouts with the same dtype for each tensor that is not `kept`, where it can be cast."""
     specs_of_a, specs_of_b = (
         {name: spec for name, spec in layout.specs.items() if name not in kept} for layout in (a, b)

@@ -26,7 +26,7 @@ from ckptkit.models.companions import find_model_config
 from ckptkit.models.names.weights import OF_ONE
 from ckptkit.state.quantized.config import may_be_quantized_model
 from ckptkit.summary import Summarized
-from ckptkit.trainers import has_epoch_only
+from ckptkit.trainers import has_only_epoch_in_name
 from ckptkit.words import count, format_bytes
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def remarks_on_checkpoint(checkpoint: Checkpoint, tie_remark: str | None) -> Ite
     elif doubt := why_maybe_partial_file(checkpoint):
         yield doubt
     named, noted = checkpoint.step_in_name, checkpoint.recorded_step
-    if named is not None and noted not in (None, named) and not has_epoch_only(checkpoint.path):
+    if named is not None and noted not in (None, named) and not has_only_epoch_in_name(checkpoint.path):
         yield f"the name contains step {named:,}, but the checkpoint records step {noted:,}"
     if tie_remark:
         yield tie_remark

@@ -183,7 +183,7 @@ def verify(
             results.append(Verified(checkpoint.path, problems=(checkpoint.unreadable,)))
             continue
         parts = with_inconsistencies(checkpoint, verify_components(checkpoint, look, known))
-        results += with_store_checksum_findings(parts) if fast else with_master_comparison(checkpoint, parts, jobs)
+        results += with_unproved_findings(parts) if fast else with_master_comparison(checkpoint, parts, jobs)
     if against is not None and all(part.is_ok for part in results):
         from ckptkit.checks.diff import compare_configs, compare_tensors_with_source  # deferred: imports the engine
 
@@ -205,7 +205,7 @@ def verify(
     return results
 
 
-def with_store_checksum_findings(results: Iterable[Verified]) -> Iterator[Verified]:
+def with_unproved_findings(results: Iterable[Verified]) -> Iterator[Verified]:
     """Yield the results of `verify --fast`, with what the checksums of a store do not prove."""
     for part in results:
         if part.unproved is not None:

@@ -158,7 +158,7 @@ def complete_given_options(options: dict[str, Any], out: Path | None, *, yes: bo
 
     Under torchrun, adds the option for this rank's part of the work.
     """
-    chosen = given_settings(options) | dry_run_option(out, yes=yes)
+    chosen = given_settings(options) | hub_dry_run_option(out, yes=yes)
     if "part" in chosen or not is_torchrun_rank():
         return chosen
     set_quiet(os.environ["RANK"] != "0")
@@ -168,7 +168,7 @@ def complete_given_options(options: dict[str, Any], out: Path | None, *, yes: bo
     return chosen | {"part": RANK}
 
 
-def dry_run_option(out: Path | None, *, yes: bool) -> dict[str, bool]:
+def hub_dry_run_option(out: Path | None, *, yes: bool) -> dict[str, bool]:
     return {} if yes or not is_on_hub(out) else {"dry_run": True}
 
 

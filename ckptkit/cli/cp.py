@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ckptkit.checkpoints.find_components import describe_not_copied
-from ckptkit.cli.conversion import Source, Yes, dry_run_option, shared_options, with_hub_note
+from ckptkit.cli.conversion import Source, Yes, hub_dry_run_option, shared_options, with_hub_note
 from ckptkit.cli.options import Also, given_settings, join_also_directories, with_options
 from ckptkit.cli.output import Json, pick, print_files, print_json, print_text_line, print_used_checkpoint, progress_bar
 from ckptkit.io.destination import to_destination
@@ -49,7 +49,7 @@ def cp(
 
     src = join_also_directories(src, also)
     with progress_bar("copying") as progress:
-        chosen = given_settings(options) | dry_run_option(dst, yes=yes)
+        chosen = given_settings(options) | hub_dry_run_option(dst, yes=yes)
         done = with_hub_note(run(src, dst, **chosen, progress=progress), yes=yes)
     if json:
         names = ("source", "output", "format", "nbytes", "checked_bytes", "unchecked_bytes", "sent_bytes", "seconds")

@@ -17,7 +17,7 @@ from ckptkit.state.model import Model
 from ckptkit.state.options import MODULE, QUANTIZERS, ConvertOptions
 from ckptkit.state.steps import (
     cast_to_requested,
-    fit_tensors_to_config,
+    check_and_drop_unneeded_tensors,
     is_plain_llama,
     open_selected_model,
     record_dtype,
@@ -44,7 +44,7 @@ def build_model(components: Sequence[Component], options: ConvertOptions) -> Mod
 
             model = copy_from_base(model, options)
         if options.is_for_hub:
-            model = fit_tensors_to_config(model, options)
+            model = check_and_drop_unneeded_tensors(model, options)
             model = compare_base_and_correct_mtp(model, options)
         if not options.writer.is_model_only:
             model = restore_key_paths(model, options)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptkit.engine.ledger import Ledger, SourcePlace, offsets_in_byte_range
+from ckptkit.engine.ledger import Ledger, SourcePlace, locate_in_checksummed_range
 from ckptkit.engine.scan import file_checksum
 from ckptkit.errors import DAMAGED, Corrupt
 from ckptkit.io.crc32 import RESTORE, Checksums, damage_message
@@ -93,7 +93,7 @@ class Sources:
         """Record the reads from each source. Raises `Corrupt` if a range is complete now and its CRC-32 differs."""
         for number, of_source in enumerate(pieces):
             for piece in of_source:
-                path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
+                path, offset, start = locate_in_checksummed_range(piece.chunk, piece.start)
                 place = number, path, offset
                 if place in self._waiting:
                     assert piece.crc is not None, "`is_awaiting_comparison` asks for it"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptkit.engine.blocks import STEP_BYTES, Block, Gatherer
 from ckptkit.engine.check_sources import Sources, range_start_of, verify_files_read
-from ckptkit.engine.ledger import Journal, Ledger, offsets_in_byte_range
+from ckptkit.engine.ledger import Journal, Ledger, locate_in_checksummed_range
 from ckptkit.engine.shares import WHOLE, Share, UnfinishedUnits, interleave_blocks_of_files
 from ckptkit.engine.visit import Pieces, Step, Worker, default_jobs, process_units, visit_blocks
 from ckptkit.errors import Corrupt, Unsupported
@@ -120,9 +120,9 @@ def copy_blocks(
             for number, of_source in enumerate(pieces):
                 for piece in of_source:
                     if piece.crc is not None:
-                        path, offset, start = offsets_in_byte_range(piece.chunk, piece.start)
+                        path, offset, start = locate_in_checksummed_range(piece.chunk, piece.start)
                         ledger.read.add((number, path, offset), start, piece.length, piece.crc)
-            path, offset, start = offsets_in_byte_range(block.target.chunk, block.start)
+            path, offset, start = locate_in_checksummed_range(block.target.chunk, block.start)
             ledger.written.add((path, offset), start, block.nbytes, crc)
             if has_remark:
                 ledger.noted.add(block.target.name)
@@ -143,7 +143,7 @@ def write_block(worker: Worker, block: Block, output: AssembledFiles | None) -> 
         worker.files[target.path].write_at(data, target.offset + block.start)
         crc = checksum_of_block(block, worker.pieces, data)
     if output is not None:
-        output.record_written(*offsets_in_byte_range(target, block.start), block.nbytes, crc)
+        output.record_written(*locate_in_checksummed_range(target, block.start), block.nbytes, crc)
     return crc, has_remark
 
 

@@ -121,7 +121,7 @@ class Ledger:
         return ledger
 
 
-def offsets_in_byte_range(chunk: Chunk, start: int) -> tuple[str, int, int]:
+def locate_in_checksummed_range(chunk: Chunk, start: int) -> tuple[str, int, int]:
     """Return file and offset of the byte range of a chunk, and the offset in that range of its byte `start`."""
     offset, _ = chunk.checksummed_range
     return chunk.path, offset, chunk.offset - offset + start

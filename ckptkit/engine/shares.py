@@ -55,15 +55,15 @@ class UnfinishedUnits:
 
     def is_own(self, block: Block) -> bool:
         """Return whether the block's unit is of this share, finished or not."""
-        return self._start_of(block) // self._unit_bytes in self._own
+        return self._destination_offset_of(block) // self._unit_bytes in self._own
 
     def find_ledger(self, block: Block) -> Ledger | None:
         """Return the ledger of a block's unit; None if it is finished, or another worker's."""
-        return self._ledgers.get(self._start_of(block) // self._unit_bytes)
+        return self._ledgers.get(self._destination_offset_of(block) // self._unit_bytes)
 
     def pop_finished(self, block: Block) -> Iterator[tuple[int, Ledger]]:
         """Yield the units that are finished now that a block is written, here or elsewhere."""
-        start = self._start_of(block)
+        start = self._destination_offset_of(block)
         stop = start + block.nbytes
         for unit in range(start // self._unit_bytes, -(-stop // self._unit_bytes)):
             if unit in self._missing:
@@ -73,7 +73,7 @@ class UnfinishedUnits:
                     del self._missing[unit]
                     yield unit, self._ledgers.pop(unit)
 
-    def _start_of(self, block: Block) -> int:
+    def _destination_offset_of(self, block: Block) -> int:
         return self._starts[id(block.target)] + block.start
 
 

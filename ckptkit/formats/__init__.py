@@ -169,7 +169,7 @@ def detect_format(path: Path) -> FormatReader | None:
         return next((reader for reader in claims if has_main_file(reader, names)), first)
 
 
-def is_model_file_name(name: str) -> bool:
+def is_main_file_name(name: str) -> bool:
     """Return whether some format stores a model itself in a file of this name."""
     return any(reader.owns_file(name) and has_main_file(reader, [name]) for reader in likely_formats([name]))
 

@@ -77,7 +77,7 @@ class BackgroundSaver:
             # the libraries have no hook for their shards, but look this function up at each save; if one
             # of them stops doing so, it writes its shards now, into the same hidden directory
             with attribute_replaced(dcp, "save", partial(self._defer_shards, dcp.save)):
-                copies = self.ranks.run_on_all_ranks(partial(self._write_and_copy, write))
+                copies = self.ranks.run_on_all_ranks(partial(self._write_and_copy_deferred, write))
             writes = [
                 partial(write_state, stage.path / name, copy)
                 for (write_state, name, _), copy in zip(self._deferred, copies, strict=True)
@@ -134,7 +134,7 @@ class BackgroundSaver:
             if is_first_on_machine:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _write_and_copy(self, write: Callable[[Path], object]) -> list[Any]:
+    def _write_and_copy_deferred(self, write: Callable[[Path], object]) -> list[Any]:
         """Let the library write, and return copies of the states that it deferred."""
         write(self._folder)
         copies: list[Any] = copy_to_cpu({"states": [state for _, _, state in self._deferred]})["states"]

@@ -8,7 +8,7 @@ request:
                     `is_remote`, `capabilities_at`, `drop_cached_listing`
     file.py         `open_file`, `read_small`, `names_in`, `is_existing_path`, `file_size`, `find_stored_checksums`;
                     local_file.py, remote_file.py
-    small_files.py  `read_current_content`, `replace_file`, `open_line_writer`, `require_writable`
+    small_files.py  `read_current_content`, `replace_file`, `open_line_writer`, `require_writable_store`
     destination.py  `to_destination` to write, `require_multi_process_store`, `require_absent`;
                     the protocol `Destination`
     claims.py       `find_claim`: is an upload or a deletion in progress?

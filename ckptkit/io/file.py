@@ -14,7 +14,7 @@ from typing import Self
 from ckptkit.errors import RESTORE, CkptError, Corrupt, IOFailure, NotACheckpoint, Occupied, Unsafe, translate_os_errors
 from ckptkit.io.disk import retry_interrupted
 from ckptkit.io.joined_path import JoinedPath, local_paths_of
-from ckptkit.io.local_file import LocalFile, open_for_writing, open_regular
+from ckptkit.io.local_file import LocalFile, open_existing_for_writing, open_regular
 from ckptkit.io.path import hint_for_hub_id, is_remote
 from ckptkit.io.remote_file import RemoteFile
 from ckptkit.io.stores import ChecksumStore, StoredSum, translate_store_errors
@@ -42,7 +42,7 @@ def open_file(path: Path, *, writable: bool = False) -> File:
         if not path.is_absolute():
             return RemoteFile(path)
         path = Path(*path.parts)  # a local temporary file with the unpacked bytes of a remote one
-    return open_for_writing(path) if writable else open_regular(path)
+    return open_existing_for_writing(path) if writable else open_regular(path)
 
 
 def require_equal_copies(path: JoinedPath) -> Path:

@@ -117,6 +117,6 @@ def is_link_outside_cache(path: Path) -> bool:
     return path.is_symlink() and find_hub_cache_blob(path) is None
 
 
-def open_for_writing(path: Path) -> LocalFile:
+def open_existing_for_writing(path: Path) -> LocalFile:
     with translate_os_errors(path):
         return LocalFile(path, os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC))

@@ -36,7 +36,7 @@ def small_file_store_for(path: RemotePath) -> SmallFiles:
     return cast(SmallFiles, import_object(capabilities_at(path).small_files)(path))
 
 
-def require_writable(directory: Path) -> None:
+def require_writable_store(directory: Path) -> None:
     """Raise `IOFailure` if a store is not writable: creates a probe object in the directory and deletes it."""
     if is_remote(directory):
         files = small_file_store_for(directory)

@@ -192,7 +192,9 @@ def with_unsplit_chunks(tensor: StoredTensor) -> StoredTensor:
         return tensor
     chunks, shape = list(tensor.chunks), sum(tensor.splits, ())
     for axis, extents in enumerate(tensor.splits):
-        apart = [piece for chunk in chunks for piece in split_into_mergeable_chunks(chunk, shape, axis, len(extents))]
+        apart = [
+            piece for chunk in chunks for piece in split_chunk_before_merging_axes(chunk, shape, axis, len(extents))
+        ]
         if len(apart) > _MOST_CHUNKS:
             needed = f"it would need {len(apart):,} byte ranges (at most {_MOST_CHUNKS:,})"
             raise Unsupported(f"ckptkit cannot rearrange this tensor: its rows are interleaved already, and {needed}")
@@ -285,7 +287,7 @@ def try_merge_chunk_axes(chunk: Chunk, shape: Shape, axis: int, count: int) -> C
     )
 
 
-def split_into_mergeable_chunks(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[Chunk]:
+def split_chunk_before_merging_axes(chunk: Chunk, shape: Shape, axis: int, count: int) -> list[Chunk]:
     """Return a chunk as boxes that remain boxes when `count` axes of the tensor of `shape` are merged."""
     for outer in range(count):
         outer_axes = range(axis, axis + outer)  # one index per box along each of these axes

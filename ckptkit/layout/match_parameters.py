@@ -96,7 +96,7 @@ def match_by_size(groups: Groups, sizes: Mapping[int, Size], *models: Mapping[Ke
     assigned |= dict(zip(unknown, unassigned, strict=False))
     trained = set(assigned.values())
     if not any(are_all_parameters_trained(model, trained) for model in models):
-        raise partial_model_error(trained, models)
+        raise partial_optimizer_error(trained, models)
     return assigned
 
 
@@ -105,7 +105,7 @@ def are_all_parameters_trained(model: Mapping[Key, Size], trained: Collection[Ke
     return model.keys() >= set(trained) and all(model[key] == () for key in model.keys() - set(trained))
 
 
-def partial_model_error(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -> Unsupported:
+def partial_optimizer_error(keys: set[Key], models: Sequence[Mapping[Key, Size]]) -> Unsupported:
     """Return the error for an optimizer whose shapes fit, but that has no index for some parameters of each model."""
     total = count(len(keys), "parameter")
     model = next((model for model in models if model.keys() >= keys), None)

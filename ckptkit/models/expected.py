@@ -16,7 +16,7 @@ from ckptkit.errors import Unsupported
 from ckptkit.layout.box import Shape
 from ckptkit.models.architectures import EMBEDDING, HEAD, ROUTER, Table, find_table
 from ckptkit.models.conversion_mapping import transform_to_disk_form, transforms_reverted_on_save
-from ckptkit.models.transformers_model import MetaModel, find_meta_model, linear_modules
+from ckptkit.models.transformers_model import MetaModel, find_meta_model, is_quantizable_by_linear_module
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -142,7 +142,7 @@ class ExpectedByTransformers(Expected):
         return (*(saved_form(self.meta, names) for names in known), memory_form(self.meta))
 
     def linear_layers(self, form: Form) -> LinearLayers:
-        modules = linear_modules(self.meta)
+        modules = is_quantizable_by_linear_module(self.meta)
         names, kept = [], set()
         for new, olds in form.came_from.items():
             owners = [find_owner_module(old, modules) for old in olds]

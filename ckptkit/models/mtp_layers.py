@@ -36,7 +36,7 @@ class Declared(NamedTuple):
     layers: int
     behind: int | None
 
-    def has_tensor(self, name: str) -> bool:
+    def is_mtp_tensor(self, name: str) -> bool:
         return _OWN_STEP.fullmatch(name) is not None or self.find_layer_index(name) is not None
 
     def find_layer_index(self, name: str) -> int | None:
@@ -69,14 +69,14 @@ def sections_with_paths(
 def mtp_tensor_names(names: Iterable[str], config: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of tensors that belong to MTP layers that config.json declares."""
     declarations = tuple(declared_mtp_keys(config))
-    return frozenset(name for name in names if any(one.has_tensor(name) for one in declarations))
+    return frozenset(name for name in names if any(one.is_mtp_tensor(name) for one in declarations))
 
 
 def with_present_mtp_layers(config: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Return a config.json that declares only the layers that have tensors, and a note for each key that changed."""
     changed, words, names = deepcopy(dict(config)), [], list(names)
     for declaration in declared_mtp_keys(config):
-        numbers = {declaration.find_layer_index(name) for name in names if declaration.has_tensor(name)}
+        numbers = {declaration.find_layer_index(name) for name in names if declaration.is_mtp_tensor(name)}
         declared, behind = declaration.layers, declaration.behind
         present = declared if None in numbers else len(numbers)  # layers numbered on their own count as all or none
         if present == declared:

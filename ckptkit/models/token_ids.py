@@ -20,7 +20,7 @@ _UNIGRAM = re.compile(rb'"type"\s*:\s*"Unigram"')  # its vocabulary is a list: t
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
-def notes_on_vocabulary_rows(companions: Companions, rows: int) -> list[str]:
+def check_tokens_have_rows(companions: Companions, rows: int) -> list[str]:
     """Return notes on a vocabulary of `rows` rows. Raises `Mismatch` if the tokenizer has a token without a row."""
     largest = find_largest_token_id(companions.files, companions.config or {})
     if largest is None:

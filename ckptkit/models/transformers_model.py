@@ -197,7 +197,7 @@ def regex_for_globs(globs: Collection[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs))) if globs else None
 
 
-def linear_modules(meta: MetaModel) -> dict[str, bool]:
+def is_quantizable_by_linear_module(meta: MetaModel) -> dict[str, bool]:
     """Return the modules that are linear layers or experts, and whether transformers would quantize each.
 
     Source: transformers/quantizers/base.py, `get_modules_to_not_convert`, and

@@ -71,7 +71,7 @@ def rules(sizes: Sizes) -> tuple[Rule, ...]:
     projections = tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv")
     return (
         *(rule for own_name, hub_name in modules.items() for rule in weight_and_bias_rules(own_name, hub_name)),
-        *(fused_attention_rules() if model == _FUSED else fused_qkv_rules(projections, _QKV, Grouped())),
+        *(rules_for_fused_projections() if model == _FUSED else fused_qkv_rules(projections, _QKV, Grouped())),
     )
 
 
@@ -105,7 +105,7 @@ def fused_qkv_rules(
     )
 
 
-def fused_attention_rules() -> tuple[Rule, ...]:
+def rules_for_fused_projections() -> tuple[Rule, ...]:
     """Return the rules for types that also fuse these tensors on the Hub, as well as the gate and up projections."""
     gate_and_up = tuple(f"{_OWN}mlp.{name}.weight" for name in ("fc_1", "fc_2"))
     return (

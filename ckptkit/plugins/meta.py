@@ -122,7 +122,7 @@ def find_size_in(params: Mapping[str, Any], name: str) -> int | None:
     return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
-def count_sharing_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> int:
+def count_model_parallel_ranks(tensors: Mapping[str, StoredTensor], params: Params | None) -> int:
     """Return how many ranks share the model, given the `tensors` of one rank; 0 if unknown.
 
     Without params.json all heads together are assumed to be as wide as the model, as in Meta's own releases: `head_dim`
@@ -211,7 +211,7 @@ class Consolidated(FormatReader):
         root, files = model_directory_and_rank_files(path, report)
         saved, params = read_consolidated_files(root, files, report), find_model_sizes(root)
         first = next(iter(saved.values()))
-        count = count_sharing_ranks(first.tensors, params)
+        count = count_model_parallel_ranks(first.tensors, params)
         last = [rank_file_name(rank) for rank in range(len(files), count)] if count <= _MOST else []
         for name in last:  # missing after the highest existing rank
             report(missing_consolidated_error(root / name))

@@ -18,7 +18,7 @@ from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, has_stale_manifest
 from ckptkit.checkpoints.other_kinds import find_non_checkpoint_kind
 from ckptkit.checkpoints.problems import Problems
-from ckptkit.checkpoints.replaceable import check_replaceable, marker_files_in_store
+from ckptkit.checkpoints.replaceable import check_replaceable, check_replaceable_and_find_markers
 from ckptkit.checkpoints.salvage_account import NAME as ACCOUNT
 from ckptkit.checks.checkpoint_files import OwnFiles
 from ckptkit.checks.verify import compare_extent_checksums, file_sizes_of, open_zip_wrappers, verify_whole_files
@@ -225,7 +225,7 @@ def list_checkpoint_files(checkpoint: Checkpoint) -> Contents:
         for name in (*part.own.needed_files, *part.own.recorded_file_sums)
     }
     files = (
-        list(files_with_skip_reasons(root, needed))
+        list(copied_and_skipped_files(root, needed))
         if checkpoint.path.is_dir()
         else [(path, "") for path in sorted(needed)]
     )
@@ -238,7 +238,7 @@ def list_checkpoint_files(checkpoint: Checkpoint) -> Contents:
     return Contents(root, parts[0].own.reader.name, tuple(parts), ordered, marks, left, is_file)
 
 
-def files_with_skip_reasons(directory: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
+def copied_and_skipped_files(directory: Path, needed: set[Path]) -> Iterator[tuple[Path, str]]:
     """Yield the files below a directory that are copied, with "", and the entries that are not, with the reason."""
     paths = list_children(directory)
     names = {path.name for path in paths}
@@ -254,7 +254,7 @@ def files_with_skip_reasons(directory: Path, needed: set[Path]) -> Iterator[tupl
             if is_foreign and not any(path in file.parents for file in needed):
                 yield path, reason_not_copied(path, names)
             else:
-                yield from files_with_skip_reasons(path, needed)
+                yield from copied_and_skipped_files(path, needed)
         elif is_hidden_file_not_copied(path.name, names) or is_link_outside_cache(path) or not path.is_file():
             yield path, reason_not_copied(path, names)
         else:
@@ -353,7 +353,7 @@ def copy_to_store(contents: Contents, dst: Path, send: Send, *, overwrite: bool)
     destination = open_destination(dst, sizes, marks, plan=plan, is_file=contents.is_file)
     destination.claim(
         overwrite=overwrite,
-        check=partial(marker_files_in_store, dst, sizes, output_is_training=contents.has_training_state),
+        check=partial(check_replaceable_and_find_markers, dst, sizes, output_is_training=contents.has_training_state),
     )
     with errors_with_resume_hint(destination):
         sums = send(StorePieces(destination, marks)).files

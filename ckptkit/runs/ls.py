@@ -19,8 +19,8 @@ from ckptkit.checkpoints.checkpoint import (
     all_checkpoints_in_run,
     find_latest,
     no_checkpoint_error,
+    nonempty_path_name,
     path_of_source,
-    resolved_name_of,
     runs_in,
 )
 from ckptkit.checkpoints.component import Component
@@ -76,7 +76,7 @@ class Listed:
 
     @property
     def name(self) -> str:
-        return resolved_name_of(self.path)
+        return nonempty_path_name(self.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,15 @@ from ckptkit.runs.retention import (
     read_metrics,
     require_known_metric,
 )
-from ckptkit.runs.run_backend import RunBackend, open_run_backend, protections_of, require_run, uncached_path_of
+from ckptkit.runs.run_backend import (
+    RunBackend,
+    open_run_backend,
+    protections_of,
+    refuse_checkpoint_as_run,
+    uncached_path_of,
+)
 from ckptkit.summary import Summarized
-from ckptkit.trainers import has_epoch_only, is_training_state
+from ckptkit.trainers import has_only_epoch_in_name, is_training_state
 from ckptkit.words import count, format_bytes
 
 
@@ -133,7 +139,7 @@ def prune(
         if not keeper.run_exists():
             raise NotACheckpoint("no such directory", path=root)
         if not step_checkpoints_in_run(root):
-            require_run(root)
+            refuse_checkpoint_as_run(root)
             raise no_checkpoint_error(root)
     with keeper.pruning() if yes else nullcontext():
         plan = plan_prune(keeper, policy, demote=demote)
@@ -231,7 +237,7 @@ def find_checkpoint_or_reason(path: Path, read_by: Dependents) -> SavedCheckpoin
     step = checkpoint.step_in_name
     if any(place.is_symlink() for place in local_paths_of(path)):
         return "a symbolic link"
-    if step is None or has_epoch_only(path):
+    if step is None or has_only_epoch_in_name(path):
         return "its name does not end with a step"
     if not checkpoint.components:
         error = checkpoint.unreadable or checkpoint.unsupported_files_error or no_format_error(path)

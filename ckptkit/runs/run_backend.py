@@ -140,7 +140,7 @@ def uncached_path_of(source: Source) -> Path:
     return to_uncached_path(path)
 
 
-def require_run(path: Path) -> None:
+def refuse_checkpoint_as_run(path: Path) -> None:
     """Raise `NotACheckpoint` if `path` is a checkpoint instead of a run."""
     checkpoint = Checkpoint.at(path)
     if checkpoint.step_in_name is not None:

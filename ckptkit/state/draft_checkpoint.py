@@ -23,7 +23,7 @@ from ckptkit.models.names.naming import rename_checkpoint_parameters
 from ckptkit.models.names.rename_parameters import renamable_parameters_in, rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
-from ckptkit.models.token_ids import notes_on_vocabulary_rows
+from ckptkit.models.token_ids import check_tokens_have_rows
 from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.directories import files_of_format_in, files_to_copy_and_others, path_below
 from ckptkit.state.draft import DAMAGED, Conversion, Draft, Entries, names_with_used_bytes, tensors_sharing_bytes
@@ -211,7 +211,7 @@ def draft_piece(
         part, rows = piece.parts[0], options.vocab_size
         companions = find_companions(part.path, options.base)
         require_format_for_family(companions, options)
-        notes = [] if rows is None else notes_on_vocabulary_rows(companions, rows)
+        notes = [] if rows is None else check_tokens_have_rows(companions, rows)
         ask_base = base_names_function(options.base)
         asked = collect_name_arguments(part, options.wanted_names, companions.config, options.table, rows, ask_base)
         layout, remarks = rename_checkpoint_parameters(layout, asked)

@@ -33,7 +33,7 @@ from ckptkit.models.names.naming import name_weights
 from ckptkit.models.names.rename_parameters import rename_parameters
 from ckptkit.models.names.sizes import Sizes
 from ckptkit.models.names.weights import find_weights
-from ckptkit.models.token_ids import notes_on_vocabulary_rows, warn_of_tokens_without_row
+from ckptkit.models.token_ids import check_tokens_have_rows, warn_of_tokens_without_row
 from ckptkit.models.trained_class import is_task_head_name, with_trained_class
 from ckptkit.models.vocabulary import find_vocabulary_size, with_vocabulary_size
 from ckptkit.state.model import Model
@@ -190,11 +190,11 @@ def require_format_for_family(companions: Companions, options: ConvertOptions) -
 
 def record_vocabulary_size(model: Model, rows: int) -> Model:
     """Write the number of rows of the vocabulary to config.json. The tensors were resized when they were renamed."""
-    model = model.with_remarks(*notes_on_vocabulary_rows(model.companions, rows))
+    model = model.with_remarks(*check_tokens_have_rows(model.companions, rows))
     return model.with_config(with_vocabulary_size(model.config, rows)) if model.config else model
 
 
-def fit_tensors_to_config(model: Model, options: ConvertOptions) -> Model:
+def check_and_drop_unneeded_tensors(model: Model, options: ConvertOptions) -> Model:
     """Compare the tensors with config.json: drop tied copies, refuse missing tensors, report unknown ones."""
     expected = expected_form_or_error(model)
     if isinstance(expected, Form) and any(map(is_task_head_name, model.layout.tensors)):

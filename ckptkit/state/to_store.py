@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from ckptkit.checkpoints.finalize_files import PlacedFiles, files_to_write_last
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
-from ckptkit.checkpoints.replaceable import marker_files_in_store
+from ckptkit.checkpoints.replaceable import check_replaceable_and_find_markers
 from ckptkit.engine.blocks import blocks_of_plan
 from ckptkit.engine.check_sources import Sources, range_start_of
 from ckptkit.engine.copy import copy_blocks, copy_by_plan, verify_copy
@@ -120,7 +120,9 @@ def opened_upload(conversion: Conversion, share_count: int) -> Iterator[OutputUp
         if share_count > 1:
             destination.read_notes()  # raises for a store without notes before anything is claimed
         by_training = conversion.is_training_file
-        check = partial(marker_files_in_store, conversion.output, conversion.file_sizes, output_is_training=by_training)
+        check = partial(
+            check_replaceable_and_find_markers, conversion.output, conversion.file_sizes, output_is_training=by_training
+        )
         destination.claim(overwrite=conversion.options.overwrite, check=check)
         with errors_with_resume_hint(destination):
             yield OutputUpload(conversion, Path(room), plans, destination, marks)

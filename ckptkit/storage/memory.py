@@ -22,7 +22,7 @@ def require_known_dtype(dtype: torch.dtype, name: str) -> DType:
     return known
 
 
-def require_bytes_of_its_own(tensor: Tensor, name: str) -> None:
+def require_own_memory_per_element(tensor: Tensor, name: str) -> None:
     """Raise `Unsupported`, for tensor `name`, unless each element of a tensor has its own bytes in memory."""
     if tensor.layout != torch.strided:
         message, hint = (

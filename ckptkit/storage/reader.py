@@ -49,8 +49,8 @@ from ckptkit.storage.memory import (
     Buffers,
     is_row_major_on_cpu,
     memory_of_tensor,
-    require_bytes_of_its_own,
     require_known_dtype,
+    require_own_memory_per_element,
     view_of_box,
 )
 from ckptkit.storage.plans import completed_future
@@ -356,7 +356,7 @@ def resolve_tensors(items: Iterable[ReadItem], planner: LoadPlanner) -> Resolved
     """
     resolved = {f"{i:08d}": (item, planner.resolve_tensor(item).detach()) for i, item in enumerate(items)}
     for item, tensor in resolved.values():
-        require_bytes_of_its_own(tensor, item.storage_index.fqn)
+        require_own_memory_per_element(tensor, item.storage_index.fqn)
     return resolved
 
 

@@ -22,7 +22,7 @@ from torch.futures import Future
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.manifest import NAME as MANIFEST
 from ckptkit.checkpoints.manifest import FileSum, Manifest
-from ckptkit.checkpoints.replaceable import marker_files_in_store
+from ckptkit.checkpoints.replaceable import check_replaceable_and_find_markers
 from ckptkit.engine.blocks import BLOCK_BYTES
 from ckptkit.errors import Corrupt, IOFailure, Mismatch, Occupied, Usage, warn
 from ckptkit.formats import get_writer
@@ -134,7 +134,7 @@ class StoreWriter(PlannedWriter):
         replaces = self._overwrite or self._takes_over or self._begun == self.path
         self._begun = self.path
         try:
-            check = partial(marker_files_in_store, self.path, self._files, output_is_training=True)
+            check = partial(check_replaceable_and_find_markers, self.path, self._files, output_is_training=True)
             destination.claim(overwrite=replaces, check=check)
         except Occupied:
             self._begun = None

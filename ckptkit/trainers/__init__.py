@@ -270,7 +270,7 @@ def find_step_of_path(path: Path) -> int | None:
     return find_number_in(path.name, "epochs") if step is None else step
 
 
-def has_epoch_only(path: Path) -> bool:
+def has_only_epoch_in_name(path: Path) -> bool:
     """Return whether a checkpoint's name has only an epoch, which cannot be compared with steps."""
     return find_number_in(path.name, "steps") is None and find_number_in(path.name, "epochs") is not None
 

@@ -35,7 +35,7 @@ from ckptkit.io.disk import lock_path
 from ckptkit.io.file import read_small
 from ckptkit.io.locks import acquire_lock, release_lock
 from ckptkit.io.path import is_remote
-from ckptkit.io.small_files import replace_file, require_writable
+from ckptkit.io.small_files import replace_file, require_writable_store
 from ckptkit.models.companions import CONFIG
 from ckptkit.storage.ranks import Ranks
 from ckptkit.training.config import SETTINGS, TrainConfig
@@ -196,7 +196,7 @@ def locked_run(run: Path) -> Iterator[None]:
 def resolve_training_inputs(config: TrainConfig) -> Findings:
     """Find the checkpoint, the model and the tokenizer, and check that the run's directory is writable."""
     candidates = find_resume_candidates(config)
-    require_writable(config.run)
+    require_writable_store(config.run)
     resume = first_readable_checkpoint(candidates) if candidates else None
     model = download_if_hub_id(config.model)
     models_tokenizer = model if Path(model).is_dir() and any(Path(model).glob("tokenizer*")) else None

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from ckptkit.checkpoints.checkpoint import Checkpoint
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.errors import NotACheckpoint, Unsupported
-from ckptkit.trainers import find_step_of_path, has_epoch_only
+from ckptkit.trainers import find_step_of_path, has_only_epoch_in_name
 from tests import producers
 from tests.conftest import Produce
 
@@ -103,13 +103,13 @@ def test_directory_names_of_trainers(name: str, step: int) -> None:
 )
 def test_directory_names_with_a_step_among_others(name: str, step: int) -> None:
     assert find_step_of_path(Path(name)) == step
-    assert not has_epoch_only(Path(name))
+    assert not has_only_epoch_in_name(Path(name))
 
 
 @pytest.mark.parametrize(("name", "epoch"), [("epoch-3", 3), ("epoch_3", 3), ("epoch=3.ckpt", 3)])
 def test_an_epoch_is_no_step(name: str, epoch: int) -> None:
     assert find_step_of_path(Path(name)) == epoch
-    assert has_epoch_only(Path(name))
+    assert has_only_epoch_in_name(Path(name))
 
 
 @pytest.mark.parametrize(

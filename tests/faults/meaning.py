@@ -416,7 +416,7 @@ def _judge(piece: Piece, command: Command, place: Place, said: str, last: Ended,
 def _is_in(piece: Piece, output: Output, source: str) -> bool:
     as_text = source == "dcp"  # torch's planner has made text of keys when it saved them
     return (
-        all(output.has_tensor(tensor) for tensor in piece.tensors)
+        all(output.is_mtp_tensor(tensor) for tensor in piece.tensors)
         and all(output.has_value(tuple(map(str, path)) if as_text else path, value) for path, value in piece.values)
         and (piece.content is None or output.has_bytes(piece.content))
     )
@@ -468,7 +468,7 @@ def _lost_weights(thing: Thing, command: Command, place: Place, said: str) -> st
 def _missing(command: Command, place: Place) -> str:
     assert command.writes is not None
     output = Output(command.writes(place))
-    return next((name for name, value in model().items() if not output.has_tensor(value)), "")
+    return next((name for name, value in model().items() if not output.is_mtp_tensor(value)), "")
 
 
 # -- the cases ---------------------------------------------------------------------------------------------------------

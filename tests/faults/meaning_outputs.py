@@ -49,7 +49,7 @@ class Output:
         roots = [path.parent for path in self.root.rglob(".metadata")] if self.root.is_dir() else []
         return found + [leaf for root in roots for leaf in _dcp_leaves(root)]
 
-    def has_tensor(self, value: Tensor) -> bool:
+    def is_mtp_tensor(self, value: Tensor) -> bool:
         """True if every row of a tensor is in some file, in its dtype or rounded to another."""
         return any(all(self._has_row(row) for row in rows) for rows in _spellings(value))
 

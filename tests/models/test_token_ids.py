@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.errors import Mismatch
 from ckptkit.models.companions import Companions
-from ckptkit.models.token_ids import count_sentencepiece_tokens, find_largest_token_id, notes_on_vocabulary_rows
+from ckptkit.models.token_ids import check_tokens_have_rows, count_sentencepiece_tokens, find_largest_token_id
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -60,11 +60,11 @@ def test_files_that_are_none(content: bytes) -> None:
 
 def test_a_token_without_a_row() -> None:
     companions = Companions(files={"vocab.json": json.dumps({"a": 0, "b": 40}).encode()}, config={})
-    assert notes_on_vocabulary_rows(companions, 41) == []
+    assert check_tokens_have_rows(companions, 41) == []
     with pytest.raises(Mismatch, match="the tokenizer has token 40, but vocab_size keeps only 40 rows") as caught:
-        notes_on_vocabulary_rows(companions, 40)
+        check_tokens_have_rows(companions, 40)
     assert "--vocab-size 41" in str(caught.value.hint)
-    assert "no tokenizer" in notes_on_vocabulary_rows(Companions(), 4)[0]
+    assert "no tokenizer" in check_tokens_have_rows(Companions(), 4)[0]
 
 
 @pytest.mark.parametrize("rows", [4, 5])

@@ -26,7 +26,7 @@ import ckptkit
 from ckptkit.errors import IOFailure, Occupied, Usage
 from ckptkit.io.destination import to_destination
 from ckptkit.io.path import to_path
-from ckptkit.io.small_files import open_line_writer, require_writable
+from ckptkit.io.small_files import open_line_writer, require_writable_store
 from ckptkit.training.metrics import METRICS
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama
@@ -244,13 +244,13 @@ def test_a_store_that_cannot_be_written_is_found_before_the_first_step(user: Use
     assert user.left_here() == set()
     user.place.server.faults.clear()
     with pytest.raises(IOFailure, match="the bucket does not exist") as raised:
-        require_writable(to_destination("s3://absent-bucket/run"))
+        require_writable_store(to_destination("s3://absent-bucket/run"))
     assert str(raised.value.path) == "s3://absent-bucket"
-    require_writable(to_destination(user.run))
+    require_writable_store(to_destination(user.run))
     assert user.names() == set()
     user.place.server.fail("DELETE .*probe", status=403, code="AccessDenied", times=100)
     with pytest.raises(IOFailure, match="access denied"):
-        require_writable(to_destination(user.run))
+        require_writable_store(to_destination(user.run))
 
 
 @pytest.mark.nightly

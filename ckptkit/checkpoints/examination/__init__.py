@@ -25,7 +25,7 @@ from ckptkit.checkpoints.examination.optimizers import (
     group_list_inconsistencies,
 )
 from ckptkit.errors import names_and_more
-from ckptkit.formats import is_model_file_name
+from ckptkit.formats import is_main_file_name
 from ckptkit.layout import Layout
 from ckptkit.layout.renames import numbers_to_wildcards
 from ckptkit.layout.wrappers import may_be_adapter
@@ -225,7 +225,7 @@ def examine_checkpoint(checkpoint: Checkpoint, rules: tuple[Rule, ...] = RULES) 
         return ()
     if not any(one.code == "state_size" for one in found):
         return found
-    paths = {left.path for left in checkpoint.unread_files if is_model_file_name(left.path.name)}
+    paths = {left.path for left in checkpoint.unread_files if is_main_file_name(left.path.name)}
     layouts = filter(None, map(checkpoint.find_layout_of_file, paths))
     beside = {shape for layout in layouts for shape in layout.shapes.values()}
     return tuple(one for one in found if one.code != "state_size" or tuple(one.data["found"]) not in beside)

@@ -113,7 +113,7 @@ def add_files_of_other_saves(damage: Survey, located: Layout) -> None:
     damage.foreign_files = frozenset(foreign)
 
 
-def with_empty_chunks_as_zeros(layout: Layout) -> Layout:
+def detach_empty_chunks_from_files(layout: Layout) -> Layout:
     """Return the layout with empty chunks turned into zeros, because the files that they name may be missing."""
 
     def apart(chunk: Chunk) -> Chunk:
@@ -229,7 +229,7 @@ def repair_component(
     layout = with_unreadable_tensors_lost(
         component.with_manifest_checksums(read, manifest), component, faults, unexplained, why
     )
-    layout = without_differing_copies(with_empty_chunks_as_zeros(layout), faults, with_bytes=False)
+    layout = without_differing_copies(detach_empty_chunks_from_files(layout), faults, with_bytes=False)
     damage = survey(layout)
     of_files = {error.path: error for error in reported if error.tensor is None}  # they say more than file sizes do
     damage.chunks = {place: of_files.get(error.path, error) for place, error in damage.chunks.items()}

@@ -118,7 +118,7 @@ class Tables:
         # they name the memo index that they fill
         self._is_off = b"q" in bare or b"r" in bare + self._data[end : end + 1]
         before, self._memo_size = self._memo_size, self._memo_size + bare.count(b"\x94")
-        wanted = set(self._memo_indices_between(before, self._memo_size))
+        wanted = set(self._fetched_memo_indices_between(before, self._memo_size))
         if wanted:
             memoized = enumerate((match[1] for match in _MEMOIZED.finditer(piece) if match[2]), before)
             texts = ((index, text) for index, text in memoized if text is not None and index in wanted)
@@ -163,7 +163,7 @@ class Tables:
         from them, or they fetch something else.
         """
         end = self._memo_size + count_memoized(shapes, rows)
-        wanted = self._memo_indices_between(self._memo_size, end)
+        wanted = self._fetched_memo_indices_between(self._memo_size, end)
         texts = dict(memoized_texts(shapes, rows, self._memo_size)) if wanted else {}
         if not all(index in texts for index in wanted):
             return None
@@ -208,7 +208,7 @@ class Tables:
             sides.append(side)
         return sides
 
-    def _memo_indices_between(self, start: int, end: int) -> Sequence[int]:
+    def _fetched_memo_indices_between(self, start: int, end: int) -> Sequence[int]:
         return self._fetched[bisect_left(self._fetched, start) : bisect_left(self._fetched, end)]
 
 

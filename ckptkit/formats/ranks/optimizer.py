@@ -151,7 +151,10 @@ def ranks_without_replicas(model: Sequence[RankFile]) -> list[int]:
     return [
         file.rank
         for file in model
-        if not any(isinstance(tensor.spread, Placed) and tensor.spread.is_replica for tensor in file.tensors.values())
+        if not any(
+            isinstance(tensor.spread, Placed) and tensor.spread.is_replica_of_lower_rank
+            for tensor in file.tensors.values()
+        )
     ]
 
 

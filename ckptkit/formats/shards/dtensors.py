@@ -125,7 +125,7 @@ class Placed(NamedTuple):
     held: TensorRecord
 
     @property
-    def is_replica(self) -> bool:
+    def is_replica_of_lower_rank(self) -> bool:
         """Return whether a rank at a lower coordinate of a replicated axis has the same data."""
         return any(shard is None and i for shard, i in zip(self.placements, self.mesh.coordinate, strict=True))
 

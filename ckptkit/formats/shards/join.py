@@ -102,7 +102,7 @@ def join_dtensor_chunks(
         spread = tensor_by_rank[rank].spread
         assert isinstance(spread, Placed)
         first_rank[spread.mesh.coordinate] = rank
-        if not spread.is_replica:
+        if not spread.is_replica_of_lower_rank:
             yield from tensor_by_rank[rank].chunks
     for rank, other in tensor_by_rank.items():
         if rank not in reference.mesh.ranks:

@@ -32,7 +32,7 @@ class HubStore:
     hint = "check the network and the name; if the repository is private, run `hf auth login` or set HF_TOKEN"
 
     def __init__(self, url: str) -> None:
-        self._kind, self.id, self._revision = parse_repository_path(url.partition("://")[2])
+        self._kind, self.id, self._revision = parse_kind_id_and_revision(url.partition("://")[2])
         self._api = make_hub_client()
         self._sources: dict[str, HubDownload] = {}
 
@@ -116,7 +116,7 @@ class HubDownload:
         return bytes(answer.content)
 
 
-def parse_repository_path(path: str) -> tuple[str, str, str | None]:
+def parse_kind_id_and_revision(path: str) -> tuple[str, str, str | None]:
     """Return kind, id and revision of `[datasets/]org/name[@revision]`."""
     parts = path.split("/")
     owner, name = parts[-2:]
@@ -133,7 +133,7 @@ def find_offline_snapshot(repository: str) -> Path | None:
 
     if not constants.HF_HUB_OFFLINE:
         return None
-    kind, name, revision = parse_repository_path(repository)
+    kind, name, revision = parse_kind_id_and_revision(repository)
     try:
         return Path(snapshot_download(name, revision=revision, repo_type=kind, local_files_only=True))
     except (OSError, ValueError):  # not in the cache, or an invalid name

@@ -94,7 +94,7 @@ def find_weights(layout: Layout) -> Weights:
     prefix, training_at = find_model_and_training_keys(layout)
     training = training_at[-1]
     if OWN in training_at[0]:
-        check_ranks_agree(layout, prefix, training)
+        require_same_values_across_ranks(layout, prefix, training)
     below = {name: key[len(prefix) :] for name, key in keys_below(layout, prefix)}
     names = {
         name: without_prefixes_except_ddp(".".join(map(str, key)))
@@ -187,7 +187,7 @@ def shared_depth(key: KeyPath, prefix: KeyPath) -> int:
     return next((depth for depth, (a, b) in pairs if a != b), min(len(key), len(prefix)))
 
 
-def check_ranks_agree(layout: Layout, prefix: KeyPath, training: Collection[str | int]) -> None:
+def require_same_values_across_ranks(layout: Layout, prefix: KeyPath, training: Collection[str | int]) -> None:
     """Raise `Corrupt` if ranks saved different values of a tensor of the model."""
     for name, key in keys_below(layout, (OWN,)):
         own, below = key[2:], key[2 + len(prefix) :]

@@ -56,7 +56,7 @@ def draft_universal(checkpoint: Checkpoint, output: Path, options: ConvertOption
     options.edits.check_renames(renamable_parameters_in(chosen, weights), checkpoint.path)
     renamed, names = rename_parameters(chosen, weights, options.edits.make_renaming())
     ways = key_paths_by_name(renamed, find_weights(renamed))
-    layout = with_weight_names(renamed, ways)
+    layout = with_universal_names_and_dtypes(renamed, ways)
     if checkpoint.step is not None and STEPS not in layout.names:
         path = next(place.path for _, place in layout.chunks_and_blobs if place.path)
         blobs = {**layout.blobs, STEPS: Blob(path, 0, 0, dump(checkpoint.step))}
@@ -112,7 +112,7 @@ def name_in_model(name: str, weights: Weights, layout: Layout) -> str:
     return parameter_name_in_model(name, weights.came_from)
 
 
-def with_weight_names(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:
+def with_universal_names_and_dtypes(layout: Layout, key_paths: Mapping[str, KeyPath]) -> Layout:
     """Return the entries in `key_paths`, with the model's own names in the optimizer's lists.
 
     Weights that have states, and tensors tied to them, get at least fp32.

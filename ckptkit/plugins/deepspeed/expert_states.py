@@ -21,7 +21,7 @@ from ckptkit.layout.axes import concatenate
 from ckptkit.layout.box import Shape, full_box
 from ckptkit.plugins.deepspeed.experts import ExpertFiles, expert_rank_count, split_at_expert_index
 from ckptkit.plugins.deepspeed.file_names import DeepSpeedFiles, report_missing_ranks
-from ckptkit.plugins.deepspeed.join_partitions import find_comparable_step
+from ckptkit.plugins.deepspeed.join_partitions import find_step_or_checksum
 from ckptkit.plugins.deepspeed.model_states import ModelStates
 from ckptkit.plugins.deepspeed.modules import put_low_precision_copy, put_low_precision_value
 from ckptkit.plugins.deepspeed.unpartitioned import (
@@ -173,7 +173,7 @@ def read_expert_optimizers(
         value = require_dict(file.value, name).get("optimizer")
         optimizer = read_indexed_optimizer(Flattening(file.entries, name), value)
         state = next(iter(optimizer.states.values()), None)  # all ranks have the first parameter
-        step = find_comparable_step(optimizer.flattening, dict_or_empty(state, "state"))
+        step = find_step_or_checksum(optimizer.flattening, dict_or_empty(state, "state"))
         first.append((list(map(len, optimizer.indices_by_group)), step))
         if first[-1][0] != first[0][0]:
             raise Corrupt("the parameter groups differ from those of rank 0", hint=_HINT)

@@ -108,7 +108,7 @@ def files_of_part(files: dict[Rank, str], part: int) -> dict[int, str]:
     return {rank: name for (of_part, rank), name in sorted(files.items()) if of_part == part}
 
 
-def file_name_of_rank(files: dict[int, str], rank: int) -> str:
+def expected_file_name_of_rank(files: dict[int, str], rank: int) -> str:
     """Return the file name of a rank, even if the file is missing."""
     known, name = next(iter(files.items()))
     return files.get(rank, name.replace(f"pp_rank_{known}_", f"pp_rank_{rank}_"))
@@ -125,4 +125,6 @@ def report_missing_ranks(
         raise Corrupt(message, path=root / extra[0], hint="move the files of the older run to another directory")
     for missing in (rank for rank in range(count) if rank not in files):
         message = f"the file of rank {missing} is missing: expected {count} ranks (`{recorded_in}`), found {len(files)}"
-        report(Incomplete(message, path=root / file_name_of_rank(files, missing), hint=ELSEWHERE, ranks=[missing]))
+        report(
+            Incomplete(message, path=root / expected_file_name_of_rank(files, missing), hint=ELSEWHERE, ranks=[missing])
+        )

@@ -33,7 +33,7 @@ from ckptkit.plugins.deepspeed.file_names import (
 )
 from ckptkit.plugins.deepspeed.join_partitions import join_parameters, join_zero_parameters
 from ckptkit.plugins.deepspeed.model_states import tensor_parallel_error
-from ckptkit.plugins.deepspeed.modules import put_parameter, put_sliced_module_entries, put_untrained_and_copies
+from ckptkit.plugins.deepspeed.modules import put_parameter, put_sliced_module_entries, put_untrained_and_low_precision
 from ckptkit.plugins.deepspeed.read_partitions import PartOfModel, read_model_part
 from ckptkit.plugins.deepspeed.tensor_parallel import SliceMap
 from ckptkit.plugins.deepspeed.unpartitioned import MODEL, Gathering, Settings, put_unpartitioned_states
@@ -212,7 +212,7 @@ def put_model_part(
             if parameter.name not in masters:  # tied parameters appear in several pipeline stages
                 put_parameter(gathering, parameter)
         masters |= of_part
-        put_untrained_and_copies(gathering, part, masters, root, report)
+        put_untrained_and_low_precision(gathering, part, masters, root, report)
     return names
 
 

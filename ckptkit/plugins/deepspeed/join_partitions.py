@@ -99,7 +99,7 @@ def check_group_consistent(groups: Sequence[PartitionedGroup], partitions: Seque
     Raises `Unsupported` if the group has another number of ranks, `Corrupt` if the ranks differ.
     """
     first = groups[0]
-    steps = [find_comparable_step(group.flattening, group.values) for group in groups]
+    steps = [find_step_or_checksum(group.flattening, group.values) for group in groups]
     for group, partition, step in zip(groups, partitions, steps, strict=True):
         path = root / partition.path
         if None not in (step, steps[0]) and step != steps[0]:
@@ -119,7 +119,7 @@ def check_group_consistent(groups: Sequence[PartitionedGroup], partitions: Seque
                 raise Corrupt(f"the dtype of `{name}` differs from the dtype in `{partitions[0].path}`", path=path)
 
 
-def find_comparable_step(flattening: Flattening, state: Mapping[Any, Any]) -> float | None:
+def find_step_or_checksum(flattening: Flattening, state: Mapping[Any, Any]) -> float | None:
     """Return the step in a state, or the CRC-32 of the tensor with it, which is as good; None without either."""
     step = state.get("step")
     if is_pickled_tensor(step):

@@ -38,7 +38,7 @@ def put_tied_weights(
     return {**masters, **tied}
 
 
-def put_untrained_and_copies(
+def put_untrained_and_low_precision(
     gathering: Gathering, part: PartOfModel, masters: Mapping[str, StoredTensor], root: Path, report: Report
 ) -> None:
     """Put the untrained entries of the model, and the low-precision copy of each trained parameter.

@@ -25,7 +25,12 @@ from ckptkit.formats.pickles.tensor_calls import is_pickled_tensor
 from ckptkit.formats.rank_names import read_each_file
 from ckptkit.layout import Chunk
 from ckptkit.layout.box import Shape, full_box
-from ckptkit.plugins.deepspeed.file_names import DeepSpeedFiles, file_name_of_rank, files_of_part, report_missing_ranks
+from ckptkit.plugins.deepspeed.file_names import (
+    DeepSpeedFiles,
+    expected_file_name_of_rank,
+    files_of_part,
+    report_missing_ranks,
+)
 from ckptkit.plugins.deepspeed.model_states import ModelStates, read_model_states
 from ckptkit.plugins.deepspeed.values import (
     dict_or_empty,
@@ -202,11 +207,11 @@ def read_model_part(root: Path, files: DeepSpeedFiles, part: int, report: Report
         shapes = first.shapes or ()
         partitions = {
             rank: partitions.get(rank)
-            or make_unreadable_partition(partitions, rank, file_name_of_rank(optimizers, rank), count, shapes)
+            or make_unreadable_partition(partitions, rank, expected_file_name_of_rank(optimizers, rank), count, shapes)
             for rank in range(count)
         }
     lost_models = {
-        rank: file_name_of_rank(models, rank) for rank in range(count) if -1 not in models and rank not in read
+        rank: expected_file_name_of_rank(models, rank) for rank in range(count) if -1 not in models and rank not in read
     }
     return PartOfModel(tuple(read.values()), tuple(partitions.values()), lost_models)
 

@@ -66,7 +66,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: DeltaInitInfo) -> None:  # noqa: ARG002
-        with log_errors():
+        with log_and_reraise_errors():
             self.require_patchable_weights()
 
     def start_weight_update(self) -> None:
@@ -83,7 +83,7 @@ class DeltaEngine(WeightTransferEngine):  # type: ignore[misc]
 
         Raises a `CkptError`; the weights are then unchanged, unless the error says that they are damaged.
         """
-        with log_errors():
+        with log_and_reraise_errors():
             weights = self.require_patchable_weights()
             chain, result = load_and_check_chain(update_info.paths, weights)
             patches = [make_patch(chain, name) for name in chain.specs]
@@ -143,7 +143,7 @@ def make_patch(chain: DeltaChain, name: str) -> CheckpointWeightPatch:
 
 
 @contextmanager
-def log_errors() -> Iterator[None]:
+def log_and_reraise_errors() -> Iterator[None]:
     """Log an error of ckptkit in one line; vLLM logs the traceback."""
     try:
         yield

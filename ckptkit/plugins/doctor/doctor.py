@@ -137,7 +137,7 @@ def doctor(
     chosen, fix_notes = choose_fixes(findings, checkpoint, partial(dry_run_fix, checkpoint=checkpoint))
     notes = (
         *remarks_if_taken_from_hub(model),
-        *note_on_unfinished_checkpoint(path_of_source(ckpt), checkpoint),
+        *note_on_later_unfinished_checkpoint(path_of_source(ckpt), checkpoint),
         *notes_on_skipped_checks(case),
         *fix_notes,
     )
@@ -223,7 +223,7 @@ def notes_on_skipped_checks(target: LoadTarget | None) -> Iterator[str]:
         yield f"expected weights in {two} as in {target.model.name}, found {one}: a load converts them silently"
 
 
-def note_on_unfinished_checkpoint(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
+def note_on_later_unfinished_checkpoint(asked: Path, checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a note if the run at `asked` has a later checkpoint that is not complete."""
     if asked == checkpoint.path or not asked.is_dir():
         return

@@ -166,10 +166,10 @@ def find_experts_numbered_last(
     names = tuple(name for name in misfits.extra if pattern.search(name))
     if not names:
         return None
-    new_names = {name: pattern.sub(_EXPERT[1], name) for name in target.plain_shapes}
-    shapes = {new_names[name]: shape for name, shape in target.plain_shapes.items()}
+    new_names = {name: pattern.sub(_EXPERT[1], name) for name in target.weight_shapes}
+    shapes = {new_names[name]: shape for name, shape in target.weight_shapes.items()}
     rest = KeyMismatch.of(shapes, closest_form(model.forms, shapes.keys()), model)
-    if len(shapes) != len(target.plain_shapes) or any(new_names[name] in rest.extra for name in names):
+    if len(shapes) != len(target.weight_shapes) or any(new_names[name] in rest.extra for name in names):
         return None
     message = f"the expert's number is at the end of the name: in {model.name} it is `{new_names[names[0]]}`"
     fix = rewrite_fix(target.checkpoint, rename=("=>".join(_EXPERT),), base=target.base)
@@ -197,7 +197,7 @@ def join_safetensors_headers(root: Path, format_name: str) -> HeaderFiles | None
         header, start, size = load_raw_header(root / file)
         if read_shard_starts(header.pop("__metadata__", None), root / file):
             return None
-        dropped = {key for key, entry in header.items() if is_empty_header_entry(entry)}
+        dropped = {key for key, entry in header.items() if is_unfilled_header_entry(entry)}
         chunks = {
             key: parse_header_entry(key, header[key], None, root / file, start) for key in header.keys() - dropped
         }
@@ -216,7 +216,7 @@ def join_safetensors_headers(root: Path, format_name: str) -> HeaderFiles | None
     return HeaderFiles(Layout(root, format_name, tensors), empty, is_series)
 
 
-def is_empty_header_entry(entry: Any) -> bool:
+def is_unfilled_header_entry(entry: Any) -> bool:
     """Return whether an entry is empty, without dtype and elements, like torch's `_FqnData` before it is filled."""
     if not isinstance(entry, dict) or entry.get("dtype") != "":
         return False

@@ -45,10 +45,10 @@ class Fix:
     @property
     def process_arguments(self) -> list[str]:
         """Return the unquoted arguments of the process, `ckptkit` first."""
-        words = ["ckptkit", self.verb, *map(as_process_argument, self.paths)]
+        words = ["ckptkit", self.verb, *map(to_argv_text, self.paths)]
         for name, value in self.options:
             for item in value if isinstance(value, tuple) else (value,):
-                words += [option_name(name)] if item is True else [option_name(name), as_process_argument(item)]
+                words += [option_name(name)] if item is True else [option_name(name), to_argv_text(item)]
         return words
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Fix:
         return shlex.join(self.process_arguments)
 
 
-def as_process_argument(word: object) -> str:
+def to_argv_text(word: object) -> str:
     """Return an argument as text. A path that starts with `-` gets the prefix `./`."""
     return f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
 

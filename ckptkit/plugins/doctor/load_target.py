@@ -59,7 +59,7 @@ class LoadTarget:
         return self.weights.layout.shapes if self.weights else {}
 
     @cached_property
-    def plain_shapes(self) -> Mapping[str, Shape]:
+    def weight_shapes(self) -> Mapping[str, Shape]:
         """Return the shapes of the model's weights, without `_extra_state` entries of modules."""
         return drop_extra_state(self.weights.layout)[0].shapes if self.weights else {}
 
@@ -68,7 +68,7 @@ class LoadTarget:
         """Return the missing and unexpected tensors; None if it is unknown which tensors the model has."""
         if self.model is None or self.best_matching_form is None or not self.has_plain_weights:
             return None
-        return KeyMismatch.of(self.plain_shapes, self.best_matching_form, self.model)
+        return KeyMismatch.of(self.weight_shapes, self.best_matching_form, self.model)
 
     @cached_property
     def renames(self) -> Mapping[str, str]:

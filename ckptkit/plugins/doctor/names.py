@@ -188,7 +188,7 @@ def find_names_of_other_form(target: LoadTarget, model: TargetModel) -> Iterator
         message = f"{family.name} stores this tensor as {here}, and {model.name} as {there}"
         yield Finding("family", names[0], message, consolidate_fix(target.checkpoint, base=model.name), names)
     on_hub = target.best_matching_form.shapes if target.best_matching_form else {}
-    names = tuple(name for name in target.plain_shapes if name in on_hub and name not in model.forms[-1].shapes)
+    names = tuple(name for name in target.weight_shapes if name in on_hub and name not in model.forms[-1].shapes)
     if names and not has_loadable_weight_files(target.checkpoint):
         words = f"torch's load expects the name that {model.name} has in memory"
         fix = same_format_fix(target.checkpoint, names=_IN_MEMORY, base=model.name)
@@ -202,7 +202,7 @@ def find_unexpected_tensors(target: LoadTarget, model: TargetModel, extra: list[
     head = None  # the class that has the head in the checkpoint, if the model's own class has another
     if any(map(is_task_head_name, extra)) and target.best_matching_form is not None and model.config:
         with suppress(Mismatch):
-            config, _ = with_trained_class(target.plain_shapes, model.config, target.best_matching_form)
+            config, _ = with_trained_class(target.weight_shapes, model.config, target.best_matching_form)
             head = str(config["architectures"][0]) if config is not model.config else None
     fix = consolidate_fix(target.checkpoint, base=model.name) if head else None
     for name in extra:

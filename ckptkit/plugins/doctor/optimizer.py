@@ -133,8 +133,8 @@ def find_unlisted_parameters(target: LoadTarget) -> Iterator[Finding]:
     map has the module's parameter names. Weights and states have these names too, or are split, or have names that are
     equal in all versions (megatron/core/transformer/fsdp_dtensor_checkpoint.py).
     """
-    for above, listed in parameters_under(target.layout, GROUP_MAP).items():
-        known = parameters_under(target.layout, _STATE).get(above, {})
+    for above, listed in parameter_names_by_optimizer(target.layout, GROUP_MAP).items():
+        known = parameter_names_by_optimizer(target.layout, _STATE).get(above, {})
         for parameter in known.keys() - listed.keys():
             message = (
                 f"the optimizer has a state for this parameter, but `{GROUP_MAP}` does not list it: its load fails"
@@ -145,7 +145,7 @@ def find_unlisted_parameters(target: LoadTarget) -> Iterator[Finding]:
             yield Finding("group_map", ".".join(map(str, (*above, GROUP_MAP, listed[parameter]))), message)
 
 
-def parameters_under(layout: Layout, key_step: str) -> dict[KeyPath, dict[str, str]]:
+def parameter_names_by_optimizer(layout: Layout, key_step: str) -> dict[KeyPath, dict[str, str]]:
     """Return for each optimizer (its key path) the parameters below `key_step`: the checkpoint's name by parameter."""
     by_optimizer: dict[KeyPath, dict[str, str]] = {}
     for name in layout.names:

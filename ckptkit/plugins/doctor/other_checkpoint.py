@@ -35,7 +35,7 @@ def compare_with_checkpoint(target: LoadTarget) -> Iterator[Finding]:
         ours, theirs = with_comparable_names(*with_hub_names_on_both(target.checkpoint, target.like, pair))
         shared = ours.layout.tensors.keys() & theirs.layout.tensors.keys()
         if our_family is their_family or shared:
-            yield from find_model_key_difference(target, path, ours, theirs)
+            yield from find_enclosing_key_difference(target, path, ours, theirs)
             yield from find_missing_and_extra(target, path, ours, theirs)
             yield from find_spec_differences(target, path, ours, theirs)
             is_sharded = target.checkpoint.model_component.reader.is_sharded  # torch can load the opposite
@@ -47,7 +47,7 @@ def compare_with_checkpoint(target: LoadTarget) -> Iterator[Finding]:
                 yield Finding("kind", name, message)
 
 
-def find_model_key_difference(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
+def find_enclosing_key_difference(target: LoadTarget, other: Path, ours: Side, theirs: Side) -> Iterator[Finding]:
     """Yield a finding if the model is under another key than in the other checkpoint."""
     if ours.wrapper == theirs.wrapper or any(get_format(side.layout.format).is_model_only for side in (ours, theirs)):
         return

@@ -87,7 +87,9 @@ def find_shape_mismatches(target: LoadTarget) -> Iterator[Finding]:
         )
     others = {name: pair for name, pair in pairs.items() if name not in padded}
     if most_shapes_differ(target, others):
-        here, there = (describe_sizes(shapes) for shapes in (target.shapes, target.best_matching_form.shapes))
+        here, there = (
+            describe_layers_and_width(shapes) for shapes in (target.shapes, target.best_matching_form.shapes)
+        )
         name, (shape, wanted) = next(iter(others.items()))
         message = (
             f"{target.model.name} is another model: {here} here, {there} in its config; {len(others)} of "
@@ -127,7 +129,7 @@ def own_config_fix(target: LoadTarget, base: str) -> Fix | None:
     return None if has_loadable_weight_files(target.checkpoint) else consolidate_fix(target.checkpoint, base=base)
 
 
-def describe_sizes(shapes: Mapping[str, Shape]) -> str:
+def describe_layers_and_width(shapes: Mapping[str, Shape]) -> str:
     """Return the number of layers and the hidden size of a model, as text, from the shapes of its tensors."""
     layers = layer_numbers(shapes)
     embedding = find_embedding(shapes)
@@ -157,7 +159,7 @@ def find_config_mismatch(target: LoadTarget, pairs: Pairs) -> Iterator[Finding]:
         layers, wanted = layer_numbers(here), layer_numbers(there)
         # a gap is a missing layer, not another model
         if own.config is None and wanted and layers != wanted and layers == set(range(len(layers))) != set():
-            sizes = f"{describe_sizes(there)} in its config, {describe_sizes(here)} here"
+            sizes = f"{describe_layers_and_width(there)} in its config, {describe_layers_and_width(here)} here"
             yield Finding("config", None, f"{model.name} is another model: {sizes}")
         return
     words = names_and_more([f"{pair.key} {pair.there}, not {pair.here}" for pair in differ], 4)

@@ -132,12 +132,14 @@ def fuse_gate_and_up(pairs: Iterable[ExpertPair]) -> Iterator[ExpertPair]:
             yield gate._replace(
                 leaf=GATE_UP,
                 a=axes.concatenate([gate.a, up.a], 1),
-                b=axes.concatenate([padded_with_zeros(gate.b, 0, up.rank), padded_with_zeros(up.b, gate.rank, 0)], 1),
+                b=axes.concatenate(
+                    [padded_with_zero_columns(gate.b, 0, up.rank), padded_with_zero_columns(up.b, gate.rank, 0)], 1
+                ),
             )
         yield from by_leaf.values()
 
 
-def padded_with_zeros(b: StoredTensor, before: int, after: int) -> StoredTensor:
+def padded_with_zero_columns(b: StoredTensor, before: int, after: int) -> StoredTensor:
     """Return B `[E, out, r]` with columns of zeros before and after."""
     count, rows, rank = b.spec.shape
     width = before + rank + after
@@ -157,13 +159,13 @@ def tensors_in_form(
             is_inner = pair.leaf == GATE_UP and pair.module in has_both
             a = axes.merge_axes(pair.a, 0, 2)  # [E*r, in]
             b = axes.merge_axes(axes.permute_axes(pair.b, (1, 2, 0)), 1, 2)  # [out, r*E]
-            yield from expert_entries(pair.module, _INNER if is_inner else "", a, b)
+            yield from entries_of_lora_pair(pair.module, _INNER if is_inner else "", a, b)
         elif form == PER_EXPERT:
             both = zip(axes.unstack(pair.a), axes.unstack(pair.b), strict=True)
             for number, (a, b) in enumerate(both):
-                yield from expert_entries(f"{pair.module}.{number}.{parameter_leaf_name(pair, names)}", "", a, b)
+                yield from entries_of_lora_pair(f"{pair.module}.{number}.{parameter_leaf_name(pair, names)}", "", a, b)
         else:
-            yield from expert_entries(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
+            yield from entries_of_lora_pair(f"{pair.module}.{pair.leaf}", "", pair.a, pair.b)
 
 
 def parameter_leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
@@ -172,7 +174,9 @@ def parameter_leaf_name(pair: ExpertPair, names: ExpertNames | None) -> str:
     return {GATE: names.gate, UP: names.up, DOWN: names.down}[pair.leaf].rpartition(".")[2]
 
 
-def expert_entries(module: str, inner: str, a: StoredTensor, b: StoredTensor) -> Iterator[tuple[Entry, StoredTensor]]:
+def entries_of_lora_pair(
+    module: str, inner: str, a: StoredTensor, b: StoredTensor
+) -> Iterator[tuple[Entry, StoredTensor]]:
     yield Entry("A", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_A.weight"), a
     yield Entry("B", None, module, int(bool(inner)), f"{WRAPPER}{module}{inner}.lora_B.weight"), b
 

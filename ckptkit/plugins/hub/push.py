@@ -29,7 +29,7 @@ from ckptkit.io.file import list_children
 from ckptkit.io.local_file import is_link_outside_cache
 from ckptkit.io.path import is_remote, to_uncached_path
 from ckptkit.io.progress import make_progress_reporter
-from ckptkit.io.stores.hub import make_hub_client, parse_repository_path
+from ckptkit.io.stores.hub import make_hub_client, parse_kind_id_and_revision
 from ckptkit.io.stores.hub_calls import (
     HubRepository,
     create_branch,
@@ -90,7 +90,7 @@ def parse_repository_address(address: str, revision: str | None = None) -> tuple
         )
         raise Usage(f"expected a model repository like org/model, found `{address}`", hint=hint)
     _, *parts = to_uncached_path(f"hf://{typed}").parts
-    _, repo_id, named = parse_repository_path("/".join(parts[:2]))
+    _, repo_id, named = parse_kind_id_and_revision("/".join(parts[:2]))
     if parts[2:]:
         hint = f"drop /{'/'.join(parts[2:])}, or pass a revision that contains a slash with --revision"
         raise Usage(f"expected a repository, found the path {'/'.join(parts[2:])} in one: `{address}`", hint=hint)

@@ -19,7 +19,7 @@ from ckptkit.io.destination import CLAIM, Check
 from ckptkit.io.path import RemotePath
 from ckptkit.io.pieces import is_sent_in_pieces
 from ckptkit.io.stores import StoreEntry
-from ckptkit.io.stores.hub import parse_repository_path
+from ckptkit.io.stores.hub import parse_kind_id_and_revision
 from ckptkit.io.stores.hub_calls import HubRepository, find_repository, require_token, silenced_hub_client
 from ckptkit.io.stores.hub_errors import AGAIN, MAIN, repository_url
 from ckptkit.plugins.hub_writing.bucket_store import HubBucketStore, to_entry
@@ -49,7 +49,7 @@ class TargetRepository:
 
 def examine_repository(path: RemotePath) -> TargetRepository:
     """Return the state of the repository and branch in `path`. Raises `Usage` for a commit instead of a branch."""
-    _, repo_id, named = parse_repository_path(str(path.store_root).partition("://")[2])
+    _, repo_id, named = parse_kind_id_and_revision(str(path.store_root).partition("://")[2])
     revision = named or MAIN
     if _COMMIT.fullmatch(revision):
         raise Usage("a commit cannot be written to", path=path, hint="name a branch, or drop @")

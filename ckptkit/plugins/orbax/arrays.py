@@ -16,7 +16,7 @@ from ckptkit.errors import CkptError, Corrupt, Incomplete, Report, Unsupported, 
 from ckptkit.formats.json_text import parse_json
 from ckptkit.io.allocation import TemporaryFile, require_free_space
 from ckptkit.io.file import OpenFiles
-from ckptkit.io.local_file import open_for_writing
+from ckptkit.io.local_file import open_existing_for_writing
 from ckptkit.io.remote_file import Range
 from ckptkit.layout import Chunk, Layout, Spec, StoredTensor, Wrapped
 from ckptkit.layout.box import Box, Shape
@@ -37,7 +37,7 @@ def decompress_cells(layout: Layout, report: Report = raise_problem) -> Layout:
     with translate_os_errors(temporary.path):
         os.truncate(temporary.path, total)
     moved: dict[tuple[str, Box], Chunk] = {}
-    with OpenFiles(layout.root) as files, closing(open_for_writing(temporary.path)) as file:
+    with OpenFiles(layout.root) as files, closing(open_existing_for_writing(temporary.path)) as file:
         for (name, chunk), offset in zip(stored, offsets, strict=True):
             try:
                 data = decompress_cell(chunk, files, layout.root / chunk.path)

@@ -135,7 +135,7 @@ class Forward:
         parameters = [
             (".".join(filter(None, (name, inside, own))), owner, own)
             for inside, owner in owners
-            for own, _ in saved_tensors_of(owner)
+            for own, _ in saved_tensors_without_submodules(owner)
         ]
 
         def load(*_: Any) -> None:
@@ -163,13 +163,13 @@ def modules_loaded_together(model: nn.Module) -> Iterator[tuple[str, nn.Module]]
     waiting = [("", model)]
     while waiting:
         name, module = waiting.pop()
-        if is_in_module_list(name) or any(True for _ in saved_tensors_of(module)):
+        if is_in_module_list(name) or any(True for _ in saved_tensors_without_submodules(module)):
             yield name, module
         if not is_in_module_list(name):
             waiting += [(f"{name}.{child}" if name else child, inside) for child, inside in module.named_children()]
 
 
-def saved_tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def saved_tensors_without_submodules(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and persistent buffers of a module itself, without submodules."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)

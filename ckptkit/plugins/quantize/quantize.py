@@ -243,7 +243,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
         )
         message = f"no weight can be quantized: {why or 'found no linear layer'}"
         raise Unsupported(message, path=model.layout.path, hint=hint)
-    source = with_stored_dtypes(model.layout, chosen)
+    source = select_weights_in_stored_dtypes(model.layout, chosen)
     quantized_layout = with_scales(model.layout, chosen, scheme)
     # matrices that stay, by their names in the files and in memory: loaders differ in which they look for
     quantized = set(chosen.names)
@@ -262,7 +262,7 @@ def quantize(model: Model, options: ConvertOptions) -> Model:
     return model.with_remarks(*remarks_on_quantization(source, chosen, scheme))
 
 
-def with_stored_dtypes(layout: Layout, chosen: ChosenWeights) -> Layout:
+def select_weights_in_stored_dtypes(layout: Layout, chosen: ChosenWeights) -> Layout:
     """Return the chosen weights in their stored dtypes, so that quantizing rounds them only once."""
 
     def stored(name: str, spec: Spec) -> DType:

@@ -75,11 +75,11 @@ def tensor_lines(row: Row, name_prefix: str, shards: ShardMap) -> Iterator[str]:
     pieces = fold_lines(name, max(24, terminal_width() - _INDENT))
     pictures = draw_tensor_lines(row, shards.owners, _WIDTH)
     for i, (picture, piece) in enumerate(zip_longest(pictures, pieces)):
-        painted = color_line(picture) if picture else " " * _WIDTH
+        painted = render_line(picture) if picture else " " * _WIDTH
         yield f"{painted}{numbers if i == 0 else ' ' * len(numbers)}{piece or ''}".rstrip()
 
 
-def color_line(line: Line) -> str:
+def render_line(line: Line) -> str:
     """Return a line, on a color terminal in the owners' colors instead of fill characters."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return "".join(run.text for run in line)

@@ -78,10 +78,10 @@ def freeze_optimizer(path: Path) -> None:
     """Set the learning rates in the checkpoint to 0 and its betas to 1: steps then change no weight and no moment."""
     state = read_checkpoint_contents(path)
     names = [name for name in (*state.names_in(OPTIONS), *state.names_in(SCHEDULER)) if name in state.values]
-    change_entries(state, names, frozen_option)
+    change_entries(state, names, option_value_without_updates)
 
 
-def frozen_option(name: str, value: Any) -> Any:
+def option_value_without_updates(name: str, value: Any) -> Any:
     """Return what an option of an optimizer or a scheduler is set to, so that steps change nothing."""
     words = name.split(".")
     if type(value) not in (int, float):

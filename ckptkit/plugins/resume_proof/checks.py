@@ -83,7 +83,7 @@ def check_finite_losses(runs: Runs) -> str:
     """Check that the uninterrupted run printed a finite loss for each step."""
     if runs.script.loss is None:
         raise CheckSkipped("no --loss: only checkpoints are compared")
-    losses = runs.find_losses_by_step
+    losses = runs.uninterrupted_losses_by_step
     if not runs.uninterrupted.losses and runs.script.find_loss_file_and_key:
         file, key = runs.script.find_loss_file_and_key
         there = "" if (runs.uninterrupted.run / file).is_file() else ", which does not exist"
@@ -133,16 +133,16 @@ def check_resumed_run_reaches_last_step(runs: Runs) -> str:
 def has_other_step_count(runs: Runs) -> bool:
     """Return whether the resumed run printed the losses of more or fewer steps than it should have taken."""
     script = runs.script
-    if runs.find_losses_by_step is None:
+    if runs.uninterrupted_losses_by_step is None:
         return False
     found = len(runs.resumed_run.losses)
-    expected = len(runs.find_losses_by_step[0]) * (script.steps - script.save_every)
+    expected = len(runs.uninterrupted_losses_by_step[0]) * (script.steps - script.save_every)
     return found != expected if runs.resumed_run.is_done else found > expected
 
 
 def check_first_loss(runs: Runs) -> str:
     """Check the first loss after the resume against the same step of the uninterrupted run."""
-    expected, found = first_losses_of_runs(runs)
+    expected, found = losses_after_checkpoint(runs)
     first = f"the first loss after {runs.middle_path.name}"
     losses = f"expected {format_losses(expected)}, found {format_losses(found)}"
     if not is_same_loss(runs, expected, found):
@@ -155,15 +155,15 @@ def check_first_loss(runs: Runs) -> str:
     return f"{first}{seen}{other}"
 
 
-def first_losses_of_runs(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def losses_after_checkpoint(runs: Runs) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the losses of the first step after the checkpoint, in the uninterrupted and in the resumed run."""
-    if runs.find_losses_by_step is None:
+    if runs.uninterrupted_losses_by_step is None:
         raise CheckSkipped("no losses to compare")
-    each = len(runs.find_losses_by_step[0])
+    each = len(runs.uninterrupted_losses_by_step[0])
     found = runs.resumed_run.losses[:each]
     if len(found) < each:
         raise CheckFailed("the resumed run printed no loss")
-    return runs.find_losses_by_step[runs.script.save_every], tuple(sorted(found))
+    return runs.uninterrupted_losses_by_step[runs.script.save_every], tuple(sorted(found))
 
 
 def is_same_loss(runs: Runs, expected: tuple[float, ...], found: tuple[float, ...]) -> bool:

@@ -67,7 +67,7 @@ def group_differences(
 ) -> list[GroupDifference]:
     """Return the groups in which `b` differs from `a` beyond the tolerance, in the order of GROUPS."""
     tolerance = tolerance or ControlTolerance()
-    measured = distance_by_tensor(a, b)
+    measured = distance_by_differing_tensor(a, b)
     found = []
     for group in groups:
         names = dict.fromkeys((*a.names_in(group), *b.names_in(group)))
@@ -93,7 +93,7 @@ def group_differences(
 
 
 def measure_control_tolerance(a: CheckpointContents, b: CheckpointContents) -> ControlTolerance:
-    measured = distance_by_tensor(a, b)
+    measured = distance_by_differing_tensor(a, b)
     distances = {
         group: relative_distance(measured[name] for name in measured if a.tensors[name].group == group)
         for group in GROUPS
@@ -113,7 +113,7 @@ def has_other_value(name: str, a: CheckpointContents, b: CheckpointContents) -> 
     return True
 
 
-def distance_by_tensor(a: CheckpointContents, b: CheckpointContents) -> dict[str, Distance]:
+def distance_by_differing_tensor(a: CheckpointContents, b: CheckpointContents) -> dict[str, Distance]:
     """Return the distance of each tensor that both have in one shape and dtype and whose elements differ."""
     # Each pair of layouts is read once. `shared` has the names of its tensors in the states by those in the layouts.
     shared: dict[tuple[int, int], dict[str, str]] = {}

@@ -76,7 +76,7 @@ def prove_script(
                 "another world size": check_resume_at_other_size,
                 "one file and back": check_one_file_and_back,
                 **kill_survival_checks(runs),
-                "export": check_exports,
+                "export": check_export_matches_checkpoint,
             }
             for name, look in further.items():
                 make(name, look)
@@ -292,7 +292,7 @@ def check_survives_kill(runs: Runs, file_count: int) -> str:
     return f"{when} of {last.name}: {path.name} is complete and resumes (step {step})"
 
 
-def check_exports(runs: Runs) -> str:
+def check_export_matches_checkpoint(runs: Runs) -> str:
     """Check that the last checkpoint consolidates, and that transformers computes the same if it has a config.json."""
     last = runs.checkpoint_paths[runs.script.steps]
     if not any((folder / _CONFIG).exists() for folder in (last, *last.parents[:2])):

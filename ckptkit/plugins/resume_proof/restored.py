@@ -10,9 +10,9 @@ from itertools import chain
 import numpy as np
 
 from ckptkit.errors import and_more
-from ckptkit.plugins.resume_proof.change import CHANGES, freeze_optimizer, frozen_option
-from ckptkit.plugins.resume_proof.checks import first_losses_of_runs, has_other_step_count, is_same_loss
-from ckptkit.plugins.resume_proof.compare import distance_by_tensor, group_differences
+from ckptkit.plugins.resume_proof.change import CHANGES, freeze_optimizer, option_value_without_updates
+from ckptkit.plugins.resume_proof.checks import has_other_step_count, is_same_loss, losses_after_checkpoint
+from ckptkit.plugins.resume_proof.compare import distance_by_differing_tensor, group_differences
 from ckptkit.plugins.resume_proof.runs import Cause, Runs, checkpoints_by_step
 from ckptkit.plugins.resume_proof.states import (
     DATA,
@@ -89,10 +89,12 @@ def check_weights_loaded_correctly(runs: Runs) -> str:
             raise CheckSkipped(f"with a learning rate of 0: {resumed.describe_failure()}")
         frozen = runs.state_at_end(resumed)
         values = runs.middle_state.values
-        given = {name: frozen_option(name, values[name].value) for name in runs.middle_state.names_in(OPTIONS)}
+        given = {
+            name: option_value_without_updates(name, values[name].value) for name in runs.middle_state.names_in(OPTIONS)
+        }
         if not all(name in frozen.values and frozen.values[name].value == value for name, value in given.items()):
             raise CheckSkipped("the script does not take its learning rate and betas from the checkpoint")
-        found = list(find_misplaced_entries(runs, frozen))
+        found = list(find_wrongly_restored_tensors(runs, frozen))
     if found and not runs.has_other_weights:
         raise CheckSkipped(f"the script changes {found[0].why.partition(' is ')[0]} without its optimizer")
     if found:
@@ -104,9 +106,9 @@ def check_weights_loaded_correctly(runs: Runs) -> str:
     return f"after steps with a learning rate of 0, {what} equal those in {runs.middle_path.name}"
 
 
-def find_misplaced_entries(runs: Runs, frozen: CheckpointContents) -> Iterator[Cause]:
+def find_wrongly_restored_tensors(runs: Runs, frozen: CheckpointContents) -> Iterator[Cause]:
     """Return each weight and moment that steps should not have changed, and that is not as in the checkpoint."""
-    distances = distance_by_tensor(runs.middle_state, frozen)
+    distances = distance_by_differing_tensor(runs.middle_state, frozen)
     for name in runs.middle_state.names_in(WEIGHTS):
         if name in distances and not _COUNTED.search(name):
             yield Cause(WEIGHTS, f"the weight `{name}` is not the one in the checkpoint")
@@ -162,7 +164,7 @@ def observed_causes(runs: Runs) -> Iterator[Cause]:
         )
         if expected - before < runs.script.steps - runs.script.save_every and SCALER not in groups:
             yield Cause(SCALER, "the script skips optimizer steps, but the checkpoint contains no gradient scaler")
-        group = OPTIMIZER_STEP if runs.find_losses_by_step else STEP
+        group = OPTIMIZER_STEP if runs.uninterrupted_losses_by_step else STEP
         yield Cause(group, f"{group}: the optimizer counts {expected:.0f} steps, and {found:.0f} after a resume")
     for group in (SCHEDULER, SCALER, DATA, RANDOM):
         if group in gaps:
@@ -181,14 +183,14 @@ def causes_by_elimination(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
     if has_other_first_loss(runs):
         why = "random state or data position: the first loss differs; the checkpoint contains no random state"
         yield Cause(RANDOM, why)
-    if OPTIONS in runs.unread and gaps and runs.find_losses_by_step is not None:
+    if OPTIONS in runs.unread and gaps and runs.uninterrupted_losses_by_step is not None:
         yield Cause(OPTIONS, f"{OPTIONS}: the script does not load them; only the first learning rate differs")
     if outputs and gaps <= {EMA}:
         why = f"EMA, or another state that is not in the checkpoint: `{outputs[0]}`, saved at the end, differs"
         yield Cause(EMA, why)
     if gaps == {EMA}:
         yield Cause(EMA, "EMA: only the averaged weights differ")
-    if runs.find_losses_by_step is None:
+    if runs.uninterrupted_losses_by_step is None:
         lacking = "" if RANDOM in groups else "; the checkpoint contains no random state"
         hint = "pass --loss with a pattern that matches one loss at each step"
         yield Cause(OTHER, f"unknown without the loss of each step{lacking}", hint)
@@ -199,6 +201,6 @@ def causes_by_elimination(runs: Runs, outputs: list[str]) -> Iterator[Cause]:
 
 def has_other_first_loss(runs: Runs) -> bool:
     try:
-        return not is_same_loss(runs, *first_losses_of_runs(runs))
+        return not is_same_loss(runs, *losses_after_checkpoint(runs))
     except (CheckFailed, CheckSkipped):
         return False

@@ -250,7 +250,7 @@ class Runs:
                     shutil.rmtree(self.room / place / label, ignore_errors=True)
 
     @cached_property
-    def find_losses_by_step(self) -> list[tuple[float, ...]] | None:
+    def uninterrupted_losses_by_step(self) -> list[tuple[float, ...]] | None:
         """Return the losses of each step of the uninterrupted run; None if their number is not a multiple of the steps.
 
         There are several for each step if every rank prints its own.

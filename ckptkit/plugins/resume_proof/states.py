@@ -167,12 +167,12 @@ def read_checkpoint_contents(path: Path) -> CheckpointContents:
             continue
         used |= {layout.root / name for name in layout.files}
         weights = find_weight_names(layout) if component.is_model else set()
-        tensors.update(saved_tensors_in(layout, prefix, weights))
+        tensors.update(saved_tensors_by_prefixed_name(layout, prefix, weights))
         containers += containers_in_layout(layout, prefix)
     for file in state_files_in(path):
         prefix = key_prefix_of_file(file, path)
         if file not in used and (loose := find_layout_of_tensor_file(file)):
-            tensors.update(saved_tensors_in(loose, prefix, find_weight_names(loose) if unread else set()))
+            tensors.update(saved_tensors_by_prefixed_name(loose, prefix, find_weight_names(loose) if unread else set()))
         containers += [inside] if (inside := find_container_in(file, prefix)) else []
     values: dict[str, SavedValue] = {}
     for container in containers:
@@ -195,7 +195,7 @@ def read_tensors_beside_checkpoints(run: Path, checkpoints: Iterable[Path]) -> C
             and not inside.intersection((file, *file.parents))
             and (loose := find_layout_of_tensor_file(file))
         ):
-            tensors |= dict(saved_tensors_in(loose, key_prefix_of_file(file, run), set()))
+            tensors |= dict(saved_tensors_by_prefixed_name(loose, key_prefix_of_file(file, run), set()))
     return CheckpointContents(run, None, (), tensors, {}, ())
 
 
@@ -204,7 +204,9 @@ def find_weight_names(layout: Layout) -> set[str]:
     return set(found.origins_of(found.layout.tensors)) if found else set()
 
 
-def saved_tensors_in(layout: Layout, prefix: Prefix, weights: set[str]) -> Iterator[tuple[str, SavedTensor]]:
+def saved_tensors_by_prefixed_name(
+    layout: Layout, prefix: Prefix, weights: set[str]
+) -> Iterator[tuple[str, SavedTensor]]:
     for name in layout.tensors:
         key = (*prefix, *layout.key(name))
         group = state_group_of(key, is_tensor=True, is_weight=name in weights)

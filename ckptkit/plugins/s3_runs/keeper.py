@@ -84,7 +84,7 @@ class S3Keeper:
         if reasons := self.find_protections(checkpoint, by_trainer=by_trainer):
             self._drop_claim(checkpoint)
             return reasons
-        keys = self._keys_before_claim(checkpoint)
+        keys = self._object_keys_until_claim(checkpoint)
         try:
             self._delete_objects(checkpoint, keys)
         except IOFailure:
@@ -103,7 +103,7 @@ class S3Keeper:
         for path in candidate_paths_in_run(self.root):
             claim = find_claim(path)
             is_claimed = claim is not None and claim.is_deletion
-            if is_claimed and not Checkpoint.at(path).is_complete and not self._has_new_files(path):
+            if is_claimed and not Checkpoint.at(path).is_complete and not self._has_files_added_during_deletion(path):
                 interrupted[path] = "its deletion did not finish"
         self._half_deleted |= interrupted.keys()
         return interrupted
@@ -118,7 +118,7 @@ class S3Keeper:
             return None
         if not claim.is_deletion:
             return f"an {claim.describe()}"
-        is_reused = not Checkpoint.at(checkpoint).is_complete and self._has_new_files(checkpoint)
+        is_reused = not Checkpoint.at(checkpoint).is_complete and self._has_files_added_during_deletion(checkpoint)
         return f"files were added after its deletion began, {claim.started}" if is_reused else None
 
     def find_protections(self, checkpoint: Path, *, by_trainer: bool = False) -> tuple[str, ...]:
@@ -202,7 +202,7 @@ class S3Keeper:
         if self.is_being_deleted(checkpoint):
             self.bucket.call_operation("delete_object", self._claim_key(checkpoint))
 
-    def _keys_before_claim(self, checkpoint: Path) -> list[str]:
+    def _object_keys_until_claim(self, checkpoint: Path) -> list[str]:
         """Return the keys below a checkpoint that are not newer than its claim, without the claim itself."""
         claim_key = self._claim_key(checkpoint)
         objects = self.bucket.list_objects(f"{remote_key_of(checkpoint)}/")
@@ -225,10 +225,10 @@ class S3Keeper:
             delete_batch(self.bucket, batch)
         self._drop_claim(checkpoint)
 
-    def _has_new_files(self, checkpoint: Path) -> bool:
+    def _has_files_added_during_deletion(self, checkpoint: Path) -> bool:
         """Return whether files were added after a deletion began."""
         base = f"{remote_key_of(checkpoint)}/"
-        return len(self.bucket.list_objects(base)) > len(self._keys_before_claim(checkpoint)) + 1
+        return len(self.bucket.list_objects(base)) > len(self._object_keys_until_claim(checkpoint)) + 1
 
     def _watches_on(self, checkpoint: Path) -> Iterator[str]:
         """Yield the watches that protect a checkpoint. The object of a watch expires at its `until` time."""

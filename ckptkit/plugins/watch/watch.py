@@ -21,7 +21,13 @@ from ckptkit.io.path import drop_cached_listing, is_remote
 from ckptkit.plugins.watch.journal import HandledRecord, WatchJournal
 from ckptkit.plugins.watch.run_commands import Final, WatchCommand
 from ckptkit.plugins.watch.stability import FileSnapshot, StabilityWait
-from ckptkit.runs.run_backend import RunBackend, WatchLease, open_run_backend, require_run, uncached_path_of
+from ckptkit.runs.run_backend import (
+    RunBackend,
+    WatchLease,
+    open_run_backend,
+    refuse_checkpoint_as_run,
+    uncached_path_of,
+)
 from ckptkit.summary import Summarized
 from ckptkit.trainers import find_step_of_path, name_without_suffixes
 from ckptkit.words import count
@@ -118,7 +124,7 @@ def watch(
     with translate_os_errors(root):
         if not keeper.run_exists():
             raise NotACheckpoint("no such directory", path=root, hint="make the directory first if the run is new")
-        require_run(root)
+        refuse_checkpoint_as_run(root)
     output_directory = root / _OUT if out is None else to_destination(out).resolve()
     description = {
         "commands": [list(one.words) for one in commands],
@@ -287,8 +293,8 @@ class Watcher:
                 continue
             if "prev" in command.placeholders and prev is None:
                 self.tell(Event(checkpoint.path, None, f"skipped, no checkpoint was handled before: {command}"))
-            elif not is_output_made(entry, output := find_output(command, values, out)):
-                # recorded before the command runs: after a kill, `is_output_made` compares the output with it
+            elif not killed_command_made_output(entry, output := find_output(command, values, out)):
+                # recorded first: after a kill, `killed_command_made_output` compares the output with it
                 before = None if output is None else find_file_identity(output)
                 entry = replace(entry, state="begun", commands_done=number, out_before=before)
                 self.write_record(checkpoint.name, entry)
@@ -352,7 +358,7 @@ def find_output(command: WatchCommand, values: Mapping[str, str], out: Path) -> 
     return out.parent / (out.name + words[-1].removeprefix(values["out"])) if command.is_ours and words else None
 
 
-def is_output_made(entry: HandledRecord, output: Path | None) -> bool:
+def killed_command_made_output(entry: HandledRecord, output: Path | None) -> bool:
     """Return whether a command made its output although the watch was killed while it ran.
 
     A command of ckptkit writes its output atomically, so a new output is complete.

@@ -65,7 +65,7 @@ class Scaled:
             if len(stored) % 2:
                 values = value_table_of(SMALL_FLOATS[numbers.dtype.name].value_by_bits).take(stored)
             else:  # two bytes at once, which takes half the time
-                values = byte_pair_table(numbers.dtype).take(stored.view(np.uint16)).view(np.float32)
+                values = value_pairs_by_byte_pair(numbers.dtype).take(stored.view(np.uint16)).view(np.float32)
             values = values.reshape(block.size)
             check_zero_scales(values, block_factors, scales.name)
             values *= block_factors
@@ -91,13 +91,13 @@ class Transposed4:
     def __init__(self, numbers: Operand, scales: Operand, shape: Shape) -> None:
         _, columns, rows = shape
         self._rest: Shape = (rows, columns // _GROUP)
-        bytes_of: Region = lambda box: self._box_of_experts(box, (*self._rest, _GROUP // 2))  # noqa: E731
+        bytes_of: Region = lambda box: self._box_of_full_experts(box, (*self._rest, _GROUP // 2))  # noqa: E731
         self.operands = (
             numbers._replace(region=bytes_of),
-            scales._replace(region=lambda box: self._box_of_experts(box, self._rest)),
+            scales._replace(region=lambda box: self._box_of_full_experts(box, self._rest)),
         )
 
-    def _box_of_experts(self, box: Box, rest: Shape) -> Box:
+    def _box_of_full_experts(self, box: Box, rest: Shape) -> Box:
         return Box((box.start[0], *(0 for _ in rest)), (box.size[0], *rest))
 
     def __call__(self, box: Box, dtype: DType, blocks: Sequence[memoryview]) -> tuple[memoryview, bool]:
@@ -152,7 +152,7 @@ def value_table_of(numbers: tuple[float, ...]) -> Array:
 
 
 @cache
-def byte_pair_table(dtype: DType) -> Array:
+def value_pairs_by_byte_pair(dtype: DType) -> Array:
     """Return a lookup table for pairs of bytes: their two numbers as one element of 8 bytes."""
     both = np.arange(1 << 16, dtype=np.uint16).view(np.uint8)
     return value_table_of(SMALL_FLOATS[dtype.name].value_by_bits)[both].view(np.uint64)

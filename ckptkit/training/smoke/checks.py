@@ -121,7 +121,7 @@ ADAPTER_CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
 }
 
 
-def check_trains(runs: SmokeRuns) -> str:
+def check_saves_two_checkpoints(runs: SmokeRuns) -> str:
     """Check that the run ends with two complete checkpoints."""
     taken = sum(len(account.steps) for account in runs.first_accounts)
     steps = [checkpoint.step for checkpoint in RunFolder(runs.config.run).checkpoints()]
@@ -279,7 +279,7 @@ PLUGIN_CHECKS = PluginTable(
 )
 
 CHECKS: dict[str, Callable[[SmokeRuns], str]] = {
-    "train": check_trains,
+    "train": check_saves_two_checkpoints,
     "losses are finite": check_losses_finite,
     "loss falls": check_loss_falls,
     "ranks agree": check_ranks_differ,
