@@ -277,9 +277,8 @@ def has_comparable_values(name: str, a: Layout, b: Layout) -> bool:
 
 
 def cast_to_narrower(layout: Layout, other_specs: Mapping[str, Spec]) -> Layout:
-    narrower = {
-        name: spec for name, spec in other_specs.items() if spec.dtype.itemsize < layout.specs[name].dtype.itemsize
-    }
+    specs = layout.specs
+    narrower = {name: spec for name, spec in other_specs.items() if spec.dtype.itemsize < specs[name].dtype.itemsize}
     return edits.cast_to_specs(layout, narrower)
 
 

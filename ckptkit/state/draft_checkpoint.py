@@ -238,7 +238,8 @@ def draft_piece(
 
 def refuse_untranslated_copies(layout: Layout, changed: Layout, weights: frozenset[str]) -> None:
     """Raise `Unsupported` if the weights got other names or rows, and a copy of them, such as an EMA, did not."""
-    if all(changed.specs.get(name) == layout.specs[name] for name in weights):
+    before, after = layout.specs, changed.specs
+    if all(after.get(name) == before[name] for name in weights):
         return
     if copies := find_copies_in(layout, layout.tensors.keys() - weights, find_weights(layout).layout.shapes):
         first = min(copies)

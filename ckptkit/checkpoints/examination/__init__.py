@@ -193,7 +193,8 @@ def find_misfit_routers(facts: Facts) -> Iterator[Inconsistency]:
 def fused_shared_experts_by_module(facts: Facts) -> dict[str, int]:
     """Return the number of fused shared experts beside experts, for which Inkling's router has rows too."""
     split = {name: f".{path}".rpartition(".shared_experts.") for name, path in facts.weights.items()}
-    shapes = {above: facts.layout.shapes[name] for name, (above, is_shared, _) in split.items() if is_shared}
+    tensors = facts.layout.tensors
+    shapes = {above: tensors[name].spec.shape for name, (above, is_shared, _) in split.items() if is_shared}
     return {above: shape[0] for above, shape in shapes.items() if len(shape) > _MATRIX}
 
 

@@ -66,15 +66,16 @@ def find_missing_and_extra(target: LoadTarget, other: Path, ours: Side, theirs: 
         states_there = [states.of for states in states_keyed_by_name(theirs.layout)]
         present = [state for of in states_there for name, state in of.items() if name in lacking]
         reported_states = {entry for state in present for entry in state.values()}
+    our_names, their_names = set(ours.layout.names), set(theirs.layout.names)
     missing = {
         name: shape
         for name, shape in shapes_of_entries(theirs.layout).items()
-        if name not in ours.layout.names and not is_per_rank(theirs.layout, name) and name not in reported_states
+        if name not in our_names and not is_per_rank(theirs.layout, name) and name not in reported_states
     }
     extra = {
         name: shape
         for name, shape in shapes_of_entries(ours.layout).items()
-        if name not in theirs.layout.names and not is_per_rank(ours.layout, name)
+        if name not in their_names and not is_per_rank(ours.layout, name)
     }
     pairs = match_names_by_rule(extra, missing)
     own = {old: new for old, new in pairs.items() if old in ours.weights}
