@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import signal
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptkit.checkpoints.run import RunFolder
 from ckptkit.conversion.convert import consolidate
@@ -25,12 +27,13 @@ from ckptkit.training.data.batches import Corpus, open_corpus
 from ckptkit.training.data.tokenizer import Bytes
 from ckptkit.training.data.tokens import prepare_tokens
 from ckptkit.training.initial import initialize_model
-from ckptkit.training.launch import RankPlace, Report, launch
-from ckptkit.training.loop import train_rank
+from ckptkit.training.launch import RankPlace, Report, launch, process_group
+from ckptkit.training.loop import DeferredSignal, take_steps, train_rank
 from ckptkit.training.metrics import METRICS, StepMetrics
 from ckptkit.training.models.config import ModelConfig
 from ckptkit.training.models.llama import Llama, LlamaBlueprint
 from ckptkit.training.smoke.runs import read_tensors_by_torch
+from ckptkit.training.start import build_trainer_and_run
 from ckptkit.training.trainer import make_scheduler, sum_losses
 from scripts.benchmarks.loss import largest_allocation
 from tests.tiers import nightly_but
@@ -376,6 +379,38 @@ def test_a_loss_that_is_not_finite_ends_the_run_without_a_checkpoint(config: Tra
 
 
 @pytest.mark.slow
+class NumberReads(TorchDispatchMode):
+    """Records the modules of the package that turn a tensor into a Python number, which waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            files = [Path(frame.filename) for frame in traceback.extract_stack()]
+            self.modules.add(next(file.stem for file in reversed(files) if "ckptkit" in file.parts))
+        return func(*args, **(kwargs or {}))
+
+
+def report_number_reads(config: TrainConfig, place: RankPlace, report: Report) -> None:
+    with process_group(place, config.device) as mesh:
+        trainer, run = build_trainer_and_run(config, mesh)
+        with run, NumberReads() as reads:
+            next(take_steps(config, trainer, run, DeferredSignal()))  # the last one would save
+        report(sorted(reads.modules))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["1", "2"])
+def test_a_step_reads_no_number_of_its_own(fsdp: Any, tmp_path: Path, config: TrainConfig) -> None:
+    """But the one list of losses, norm, tokens and stop signals; batches are still on the CPU."""
+    heard: list[Any] = []
+    once = replace(config, run=tmp_path / "run", fsdp=fsdp, steps=2, save_every=0)
+    launch(partial(report_number_reads, once), 1, heard.append)
+    assert heard == [["batches"]]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles with g++")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of torch's compiler about torch.jit
 def test_the_compiled_loss_never_stores_the_logits_in_fp32() -> None:
