@@ -48,7 +48,7 @@ def find_non_checkpoint_kind(path: Path) -> OtherKind | None:
     """Return the module for a directory of another kind, complete or not; None if no kind matches."""
     try:
         known = find_kind_by_files(names_in(path) if path.is_dir() else ())
-    except PermissionError:  # whoever opens the path as a checkpoint says so
+    except PermissionError:  # opening the path as a checkpoint raises it
         return None
     return None if known is None else cast(OtherKind, import_module(known.where))
 

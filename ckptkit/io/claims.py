@@ -294,7 +294,7 @@ class ClaimedOutput(StoreOutput, ABC, Generic[B]):
 
     @abstractmethod
     def _try_resume(self, begun: StoreClaim) -> bool:
-        """Continue the upload of our plan. Returns False if it has not begun to send files."""
+        """Continue an upload of the same plan; returns False if that upload has sent nothing yet."""
 
     @abstractmethod
     def _create_claim(self) -> None:

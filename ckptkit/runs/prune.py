@@ -150,8 +150,8 @@ def plan_prune(keeper: RunBackend, policy: Policy, *, demote: bool) -> Pruned:
     """Return the decision on every directory of a run. Keeps a checkpoint that another process is replacing."""
     root, unfinished = keeper.root, keeper.unfinished_deletions()
     paths = [path for path in list_directories(root) if not path.name.startswith(".") and path not in unfinished]
-    readers = dependents_by_checkpoint(root)
-    examined = {path: find_checkpoint_or_reason(path, readers.get(path.name, ())) for path in paths}
+    dependents = dependents_by_checkpoint(root)
+    examined = {path: find_checkpoint_or_reason(path, dependents.get(path.name, ())) for path in paths}
     other = [
         PruneEntry(
             path,
@@ -193,8 +193,8 @@ def plan_unkept_entry(saved: SavedCheckpoint, entry: PruneEntry, keeper: RunBack
         names = sorted(str(path.relative_to(saved.path)) for path in foreign)
         also = f"; it also contains {names_and_more(names, 3)}" if names else ""
         return replace(entry, reason=f"no rule keeps it{also}", freed_bytes=entry.nbytes)
-    if saved.is_weights_only or saved.read_by:  # also by checkpoints that are demoted, because these stay
-        return replace(entry, reason="only weights already" if saved.is_weights_only else saved.read_by[0][1])
+    if saved.is_weights_only or saved.dependents:  # one that is demoted counts too, because it stays
+        return replace(entry, reason="only weights already" if saved.is_weights_only else saved.dependents[0][1])
     try:
         demotion = plan_demotion(saved.path)
     except (Mismatch, NotACheckpoint, Unsafe, Unsupported, Usage) as error:
@@ -231,7 +231,7 @@ def execute_prune(plan: Pruned, keeper: RunBackend, jobs: int | None, progress: 
     )
 
 
-def find_checkpoint_or_reason(path: Path, read_by: Dependents) -> SavedCheckpoint | str:
+def find_checkpoint_or_reason(path: Path, dependents: Dependents) -> SavedCheckpoint | str:
     """Return the checkpoint in a directory, or the reason why prune ignores it. Reads no tensors."""
     checkpoint = Checkpoint.in_run(path)
     step = checkpoint.step_in_name
@@ -252,7 +252,7 @@ def find_checkpoint_or_reason(path: Path, read_by: Dependents) -> SavedCheckpoin
         return f"incomplete or damaged: {problem_in_one_line(problems[0], path)}"
     try:
         return SavedCheckpoint(
-            path, step, read_metrics(path), protections_of(path), checkpoint.is_weights_only, read_by
+            path, step, read_metrics(path), protections_of(path), checkpoint.is_weights_only, dependents
         )
     except (Corrupt, Unsafe) as error:
         return f"cannot be read: {problem_in_one_line(error, path)}"

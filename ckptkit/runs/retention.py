@@ -83,7 +83,7 @@ class SavedCheckpoint:
     """A complete checkpoint of a run: its directory, its step, and its metrics.
 
     `holds` are reasons to keep it whatever the rules say. `is_weights_only` means that no training can resume from it.
-    It also stays while one of the entries in `read_by` does.
+    It also stays while one of the entries in `dependents` does.
     """
 
     path: Path
@@ -91,7 +91,7 @@ class SavedCheckpoint:
     metrics: Mapping[str, float]
     holds: tuple[str, ...] = ()
     is_weights_only: bool = False
-    read_by: Dependents = ()
+    dependents: Dependents = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ def keep_referenced_checkpoints(verdicts: list[Verdict]) -> list[Verdict]:
     """Return the decisions, but keep every checkpoint that another kept entry of the run reads."""
     going = {verdict.saved.path.name for verdict in verdicts if not verdict.is_kept}
     read = {
-        verdict.saved.path.name: tuple(reason for name, reason in verdict.saved.read_by if name not in going)
+        verdict.saved.path.name: tuple(reason for name, reason in verdict.saved.dependents if name not in going)
         for verdict in verdicts
         if not verdict.is_kept
     }
@@ -159,14 +159,14 @@ def require_known_metric(root: Path, complete: Sequence[SavedCheckpoint], policy
 
 def saved_checkpoints_of(run: RunFolder) -> list[SavedCheckpoint]:
     """Return the complete checkpoints that `Run.save` wrote: without links, other names, and weights-only ones."""
-    readers = dependents_by_checkpoint(run.root)
+    dependents = dependents_by_checkpoint(run.root)
     return [
         SavedCheckpoint(
             checkpoint.path,
             step,
             read_metrics(checkpoint.path),
             protections_of(checkpoint.path),
-            read_by=readers.get(checkpoint.path.name, ()),
+            dependents=dependents.get(checkpoint.path.name, ()),
         )
         for checkpoint in run.checkpoints()
         if (step := checkpoint.step_in_name) is not None and checkpoint.path == run.checkpoint(step)
@@ -197,11 +197,11 @@ def read_metrics(checkpoint: Path) -> dict[str, float]:
 
 
 def dependents_by_checkpoint(root: Path) -> Mapping[str, Dependents]:
-    """Return, by its name, the readers of each directory of the run at `root` that another directory of it reads.
+    """Return, by the name of each directory of the run at `root`, the entries of the run that read it.
 
     Does not look at links in the run itself, which are trackers, and at hidden directories.
     """
-    readers: dict[str, dict[str, str]] = defaultdict(dict)
+    dependents: dict[str, dict[str, str]] = defaultdict(dict)
     directories = local_paths_of(root)
     for entry in (entry for directory in directories for entry in list_directories(directory)):
         if entry.name.startswith(".") or entry.is_symlink():
@@ -217,8 +217,8 @@ def dependents_by_checkpoint(root: Path) -> Mapping[str, Dependents]:
                 what = "adapter" if path.name == ADAPTER_CONFIG else "delta"
                 reason = f"the {what} in `{path.parent.relative_to(entry.parent)}` has it as its base"
             if reads not in (None, entry.name):
-                readers[str(reads)].setdefault(entry.name, reason)
-    return {name: tuple(sorted(by_entry.items())) for name, by_entry in readers.items()}
+                dependents[str(reads)].setdefault(entry.name, reason)
+    return {name: tuple(sorted(by_entry.items())) for name, by_entry in dependents.items()}
 
 
 def links_and_base_records(directory: Path) -> Iterator[Path]:
